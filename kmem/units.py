@@ -1,0 +1,79 @@
+"""Sizes as people write them, and bytes.
+
+Powers of ten for KB, MB, GB, TB; powers of two for KiB, MiB, GiB, TiB. What
+this module does not do: shares of a device (0.5), which need the device.
+"""
+
+import math
+import numbers
+import re
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*")
+
+
+def parse_size(size: int | str, name: str = "size") -> int:
+    """Returns the bytes that `size` stands for.
+
+    Args:
+        size: A positive integer (bytes), or a string such as `"500MB"`,
+            `"5GB"` (powers of ten) or `"5GiB"` (powers of two).
+        name: What to call the argument in an error message.
+
+    Returns:
+        Bytes, a positive `int`.
+
+    Raises:
+        ValueError: If `size` is not a positive number of bytes, or has a unit
+            that is not known.
+
+    Example:
+
+    ```python
+    from kmem.units import parse_size
+
+    parse_size("5GB")  # 5000000000
+    parse_size("5GiB")  # 5368709120
+    ```
+    """
+    rule = (
+        f"`{name}` must be a positive number of bytes, such as 500000000, "
+        f'"500MB", "5GB" or "5GiB". Received: {name}={size!r}'
+    )
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        unit = _UNITS.get(match[2].upper()) if match else None
+        if match is None or unit is None:
+            raise ValueError(rule)
+        num_bytes = round(float(match[1]) * unit)
+    elif isinstance(size, numbers.Integral) and not isinstance(size, bool):
+        num_bytes = int(size)
+    else:
+        raise ValueError(rule)
+    if num_bytes <= 0:
+        raise ValueError(rule)
+    return num_bytes
+
+
+def format_size(num_bytes: float) -> str:
+    """Writes bytes for people, in powers of ten: `format_size(2.5e9)` is
+    `"2.50 GB"`."""
+    if not math.isfinite(num_bytes):
+        return str(num_bytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(num_bytes) < 1000:
+            break
+        num_bytes /= 1000
+    else:
+        unit = "TB"
+    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
