@@ -1,0 +1,393 @@
+"""The options of `fit`, as frozen dataclasses that are valid once made.
+
+This is the only place where the short forms ("5GB", 0.5, True, "full") are
+parsed. It knows nothing of models: what an option does is elsewhere.
+"""
+
+import dataclasses
+import difflib
+import math
+import numbers
+import os
+from typing import Any
+from typing import Literal
+
+from kmem.units import parse_size
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """Split every batch into `count` parts; one update, of the whole batch.
+
+    Args:
+        count: A positive integer. Parts have equal sizes but for one that
+            may be smaller; a batch with fewer rows than parts gives one part
+            a row.
+
+    Raises:
+        ValueError: If `count` is not a positive integer.
+    """
+
+    count: int
+
+    def __post_init__(self):
+        _set(self, count=_positive_int(self.count, "microbatches"))
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientAccumulation:
+    """One update for every `steps` batches, equal to their union's.
+
+    Args:
+        steps: A positive integer. The last group of an epoch may be smaller;
+            it is applied with its true weight.
+
+    Raises:
+        ValueError: If `steps` is not a positive integer.
+    """
+
+    steps: int
+
+    def __post_init__(self):
+        name = "gradient_accumulation_steps"
+        _set(self, steps=_positive_int(self.steps, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecision:
+    """Compute in 16 bits, keep variables in 32.
+
+    This option changes the numbers: activations and gradients are rounded to
+    `dtype`.
+
+    Args:
+        dtype: `"bfloat16"` or `"float16"`. With `"float16"` the loss is
+            scaled, as `keras.optimizers.LossScaleOptimizer` does.
+        initial_scale: The first loss scale; only used with `"float16"`.
+        dynamic_growth_steps: The loss scale doubles after this many updates
+            without a non-finite gradient; only used with `"float16"`.
+        exclude: Names of layers that stay in float32.
+
+    Raises:
+        ValueError: If a field is not of this form.
+    """
+
+    dtype: Literal["bfloat16", "float16"]
+    initial_scale: float = 2.0**15
+    dynamic_growth_steps: int = 2000
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        _one_of(self.dtype, "mixed_precision", ("bfloat16", "float16"))
+        if not (_is_real(self.initial_scale) and self.initial_scale > 0):
+            raise ValueError(
+                "`initial_scale` must be a positive number. "
+                f"Received: initial_scale={self.initial_scale!r}"
+            )
+        if isinstance(self.exclude, str):
+            raise ValueError(
+                "`exclude` must be a sequence of layer names. "
+                f"Received: exclude={self.exclude!r}"
+            )
+        _set(
+            self,
+            dynamic_growth_steps=_positive_int(
+                self.dynamic_growth_steps, "dynamic_growth_steps"
+            ),
+            exclude=tuple(self.exclude),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Genetic:
+    """MegEngine's search for a recompute plan, as a solver of `Remat`.
+
+    The fields and their defaults are those of MegEngine's
+    `SublinearMemoryConfig`.
+
+    Args:
+        thresh_nr_try: Number of block-size thresholds tried.
+        genetic_nr_iter: Generations of the genetic search; 0 is off.
+        genetic_pool_size: Plans kept in each generation.
+        lb_memory_mb: Stop saving memory below this many MB.
+        num_worker: Planner threads; half of the processors by default.
+
+    Raises:
+        ValueError: If a field is not an integer of its range.
+    """
+
+    thresh_nr_try: int = 10
+    genetic_nr_iter: int = 0
+    genetic_pool_size: int = 20
+    lb_memory_mb: int = 0
+    num_worker: int = max(1, (os.cpu_count() or 2) // 2)
+
+    def __post_init__(self):
+        for name in ("thresh_nr_try", "genetic_pool_size", "num_worker"):
+            _set(self, **{name: _positive_int(getattr(self, name), name)})
+        for name in ("genetic_nr_iter", "lb_memory_mb"):
+            value = getattr(self, name)
+            if not (_is_integer(value) and value >= 0):
+                raise ValueError(
+                    f"`{name}` must be a non-negative integer. "
+                    f"Received: {name}={value!r}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """Keep what a plan keeps of the forward pass, recompute the rest.
+
+    Args:
+        budget: The device's peak during a training step: bytes, a size such
+            as `"2GB"`, a share of the unplanned peak in (0, 1], or `"auto"`,
+            the smallest predicted peak whose predicted slowdown is at most
+            1.3x.
+        solver: `"optimal"`, `"sqrt"` or `Genetic(...)`.
+        plan: The path of a saved plan (`.json`), instead of a budget.
+
+    Raises:
+        ValueError: If a field is not of this form.
+    """
+
+    budget: int | float | str = "auto"
+    solver: str | Genetic = "optimal"
+    plan: str | None = None
+
+    def __post_init__(self):
+        if self.budget != "auto":
+            _set(self, budget=_budget(self.budget, "remat"))
+        if not isinstance(self.solver, Genetic):
+            _one_of(self.solver, "solver", ("optimal", "sqrt"))
+        if self.plan is not None and self.budget != "auto":
+            raise ValueError(
+                "`remat` takes a plan or a budget, not both. Received: "
+                f"plan={self.plan!r}, budget={self.budget!r}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class DTR:
+    """Dynamic tensor rematerialization (Kirisame et al., ICLR 2021).
+
+    Args:
+        eviction_threshold: Bytes or a size such as `"5GB"`: the peak that is
+            kept. 0 evicts only when the device's own limit would be exceeded.
+        evictee_minimum_size: Bytes or a size; smaller tensors are kept.
+        enable_sqrt_sampling: Look at about the square root of the candidates
+            at each eviction.
+        heuristic: What is evicted first: `"dtr_eq"`, `"dtr"`, `"msps"`,
+            `"lru"`, `"local"` or `"random"`.
+        compile: `"layers"` runs each block as one compiled operator, `None`
+            runs operator by operator.
+
+    Raises:
+        ValueError: If a field is not of this form.
+    """
+
+    eviction_threshold: int | str = 0
+    evictee_minimum_size: int | str = "1MB"
+    enable_sqrt_sampling: bool = False
+    heuristic: str = "dtr_eq"
+    compile: str | None = "layers"
+
+    def __post_init__(self):
+        for name in ("eviction_threshold", "evictee_minimum_size"):
+            value = getattr(self, name)
+            if not (_is_integer(value) and value == 0):
+                _set(self, **{name: parse_size(value, name)})
+        _one_of(
+            self.heuristic,
+            "heuristic",
+            ("dtr_eq", "dtr", "msps", "lru", "local", "random"),
+        )
+        _one_of(self.compile, "compile", ("layers", None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """Each process holds one shard of the training state (FSDP, ZeRO).
+
+    Args:
+        stage: `"optimizer"` (ZeRO-1), `"gradients"` (ZeRO-2) or `"full"`
+            (ZeRO-3, FSDP).
+        cpu_offload: Keep shards and update them on the host.
+        gather_dtype: The dtype in which parameters travel.
+        reduce_dtype: The dtype in which gradients travel.
+        units: Names of the layers that are gathered as one; `None` chooses.
+        accumulate: `"sharded"` or `"local"` gradient accumulators.
+
+    Raises:
+        ValueError: If a field is not of this form.
+    """
+
+    stage: Literal["optimizer", "gradients", "full"] = "full"
+    cpu_offload: bool = False
+    gather_dtype: str | None = None
+    reduce_dtype: str | None = None
+    units: tuple[str, ...] | None = None
+    accumulate: Literal["sharded", "local"] = "sharded"
+
+    def __post_init__(self):
+        _one_of(self.stage, "sharding", ("full", "gradients", "optimizer"))
+        _one_of(self.accumulate, "accumulate", ("sharded", "local"))
+        for name in ("gather_dtype", "reduce_dtype"):
+            _one_of(
+                getattr(self, name),
+                name,
+                (None, "float32", "bfloat16", "float16"),
+            )
+        if self.units is not None:
+            _set(self, units=tuple(self.units))
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryOptions:
+    """All memory options of a `fit`, parsed.
+
+    Every field is `None` (off), the short form that `fit` takes, or the
+    option's own class; it holds the option's class afterwards.
+
+    Args:
+        memory_budget: Bytes, `"8GB"`, or a share of the device in (0, 1].
+        microbatches: A positive integer or `MicroBatches`.
+        gradient_accumulation_steps: A positive integer or
+            `GradientAccumulation`.
+        mixed_precision: `"bfloat16"`, `"float16"` or `MixedPrecision`.
+        remat: `"auto"`, a size, a share, the path of a plan, or `Remat`.
+        dtr: `True`, a size, or `DTR`.
+        sharding: `"full"`, `"gradients"`, `"optimizer"` or `Sharding`.
+
+    Raises:
+        ValueError: If an option is not of one of its forms, or two options
+            exclude each other.
+
+    Example:
+
+    ```python
+    import kmem
+
+    options = kmem.MemoryOptions(microbatches=4, mixed_precision="bfloat16")
+    options.microbatches.count  # 4
+    ```
+    """
+
+    memory_budget: Any = None
+    microbatches: Any = None
+    gradient_accumulation_steps: Any = None
+    mixed_precision: Any = None
+    remat: Any = None
+    dtr: Any = None
+    sharding: Any = None
+
+    def __post_init__(self):
+        for name, parse in _PARSERS.items():
+            value = getattr(self, name)
+            if value is not None:
+                _set(self, **{name: parse(value)})
+        if self.remat is not None and self.dtr is not None:
+            raise ValueError(
+                "`remat` and `dtr` exclude each other: both decide what is "
+                "recomputed. Give one of them. Received: "
+                f"remat={self.remat!r}, dtr={self.dtr!r}"
+            )
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, name) is not None for name in _PARSERS)
+
+
+def split_options(arguments: dict[str, Any], known: set[str]) -> MemoryOptions:
+    """Takes the memory options out of a call's keyword arguments.
+
+    Args:
+        arguments: The call's keyword arguments; the options are removed.
+        known: The names that the call takes besides.
+
+    Raises:
+        TypeError: If a name is neither an option nor known; the nearest name
+            is suggested.
+        ValueError: As `MemoryOptions`.
+    """
+    for name in arguments:
+        if name not in _PARSERS and name not in known:
+            near = difflib.get_close_matches(name, [*_PARSERS, *known], n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            raise TypeError(f"Unexpected keyword argument `{name}`.{hint}")
+    given = {name: arguments.pop(name) for name in _PARSERS & arguments.keys()}
+    return MemoryOptions(**given)
+
+
+def _parse_remat(value):
+    if isinstance(value, Remat):
+        return value
+    if isinstance(value, str) and value.endswith(".json"):
+        return Remat(plan=value)
+    return Remat(budget=value)
+
+
+def _parse_dtr(value):
+    if isinstance(value, DTR):
+        return value
+    return DTR() if value is True else DTR(eviction_threshold=value)
+
+
+def _parse_as(option):
+    return lambda value: value if isinstance(value, option) else option(value)
+
+
+_PARSERS = {
+    "memory_budget": lambda value: _budget(value, "memory_budget"),
+    "microbatches": _parse_as(MicroBatches),
+    "gradient_accumulation_steps": _parse_as(GradientAccumulation),
+    "mixed_precision": _parse_as(MixedPrecision),
+    "remat": _parse_remat,
+    "dtr": _parse_dtr,
+    "sharding": _parse_as(Sharding),
+}
+
+
+def _set(option, **fields) -> None:
+    """Replaces fields of a frozen dataclass while it is being made."""
+    for name, value in fields.items():
+        object.__setattr__(option, name, value)
+
+
+def _is_integer(value) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_real(value) -> bool:
+    return (
+        isinstance(value, numbers.Real)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    )
+
+
+def _positive_int(value, name: str) -> int:
+    if not (_is_integer(value) and value > 0):
+        raise ValueError(
+            f"`{name}` must be a positive integer. Received: {name}={value!r}"
+        )
+    return int(value)
+
+
+def _one_of(value, name: str, choices: tuple) -> None:
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(
+            f"`{name}` must be one of {listed}. Received: {name}={value!r}"
+        )
+
+
+def _budget(value, name: str) -> int | float:
+    """Bytes, or a share in (0, 1] which stays a float."""
+    if _is_real(value) and not _is_integer(value):
+        if not 0 < value <= 1:
+            raise ValueError(
+                f"`{name}` as a float is a share and must be in (0, 1]. "
+                f'Give bytes as an integer or as "2GB". '
+                f"Received: {name}={value!r}"
+            )
+        return float(value)
+    return parse_size(value, name)
