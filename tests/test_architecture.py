@@ -1,0 +1,298 @@
+"""Imports point one way, and kmem stays small: read from the sources."""
+
+import ast
+import collections
+import graphlib
+import importlib.metadata
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+# From low to high. A module may import modules of lower layers, or of its own
+# layer as long as no cycle appears. A package (`planning/`) is one entry.
+LAYERS = (
+    {"units", "versions", "options", "native", "memory", "monitor"},
+    {
+        "microbatch",
+        "losses",
+        "loss_terms",
+        "accumulation",
+        "precision",
+        "remat",
+        "planning",
+    },
+    {"keras_graph", "dtr", "sharding"},
+    {"multilevel", "autotune"},
+    {"trainer", "callbacks"},
+    {"report", "demo", "cli", "__init__"},
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+MAX_FILE_LINES = 400
+# A budget makes every addition ask what it is worth, and whether something
+# can go. Raise it in the change that needs it, and say why there.
+MAX_TOTAL_LINES = 4000
+
+FRAMEWORKS = {"tensorflow", "keras"}
+# Heavy or optional: imported by the function that needs them.
+ONLY_IN_FUNCTIONS = {"matplotlib", "ortools"}
+
+
+def read_sources() -> dict[str, str]:
+    """Dotted module name -> source, of the package that is installed."""
+    spec = importlib.util.find_spec("kmem")
+    root = pathlib.Path(spec.origin).parent
+    sources = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        if parts[-1] == "__init__" and len(parts) > 2:
+            parts = parts[:-1]
+        sources[".".join(parts)] = path.read_text(encoding="utf-8")
+    return sources
+
+
+SOURCES = read_sources()
+
+
+def unit(module: str) -> str:
+    """`kmem.planning.graph` -> `planning`; `kmem` itself is `__init__`."""
+    return (module.split(".") + ["__init__"])[1]
+
+
+def imported_names(tree: ast.AST, functions: bool = True) -> list[str]:
+    """Dotted names that a module imports, in or out of its functions."""
+    names = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            names += [f"{base}.{alias.name}" for alias in node.names]
+        elif (
+            isinstance(node, ast.Call)
+            and "import" in ast.unparse(node.func).split(".")[-1]
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            names.append(str(node.args[0].value))
+        if functions or not isinstance(
+            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        ):
+            names += imported_names(node, functions)
+    return names
+
+
+def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> the modules of kmem that it imports."""
+    graph = {}
+    for module, source in sources.items():
+        graph[module] = set()
+        for name in imported_names(ast.parse(source)):
+            if name.split(".")[0] != "kmem":
+                continue
+            # `from kmem.units import parse_size` imports kmem.units; a name
+            # that no module has comes from the package's own __init__.
+            while name not in sources and "." in name:
+                name = name.rpartition(".")[0]
+            target = "kmem.__init__" if name == "kmem" else name
+            if target != module:
+                graph[module].add(target)
+    return graph
+
+
+def direction_violations(sources: dict[str, str]) -> list[str]:
+    found = []
+    for module, source in sources.items():
+        if unit(module) not in RANK:
+            found.append(f"{module} has no layer: place it in LAYERS")
+        for name in imported_names(ast.parse(source)):
+            if name.startswith("."):
+                found.append(f"{module} imports {name}: write it in full")
+    if found:
+        return found
+    graph = import_graph(sources)
+    units = collections.defaultdict(set)
+    for module, targets in graph.items():
+        for target in targets:
+            if unit(target) != unit(module):
+                units[unit(module)].add(unit(target))
+            if RANK.get(unit(target), -1) > RANK[unit(module)]:
+                found.append(f"{module} imports {target}, a higher layer")
+    # A package may not be entered and left again, and its own modules may
+    # not import each other in a circle: two graphs, one check.
+    for name, edges in (("packages", units), ("modules", graph)):
+        try:
+            graphlib.TopologicalSorter(edges).prepare()
+        except graphlib.CycleError as error:
+            found.append(f"{name} in a circle: {' <- '.join(error.args[1])}")
+    return found
+
+
+def framework_violations(sources: dict[str, str]) -> list[str]:
+    """What `planning/` imports, or what that imports, must be plain."""
+    graph = import_graph(sources)
+    waiting = [name for name in sources if unit(name) == "planning"]
+    seen, found = set(waiting), []
+    while waiting:
+        module = waiting.pop()
+        for name in imported_names(ast.parse(sources[module])):
+            if name.split(".")[0] in FRAMEWORKS:
+                found.append(f"planning reaches {name} by way of {module}")
+        new = (graph[module] & sources.keys()) - seen
+        seen |= new
+        waiting += new
+    return found
+
+
+def top_level_violations(sources: dict[str, str]) -> list[str]:
+    return [
+        f"{module} imports {name} at its top: import it where it is used"
+        for module, source in sources.items()
+        for name in imported_names(ast.parse(source), functions=False)
+        if name.split(".")[0] in ONLY_IN_FUNCTIONS
+    ]
+
+
+def size_violations(sources: dict[str, str]) -> list[str]:
+    lines = {name: len(text.splitlines()) for name, text in sources.items()}
+    found = [
+        f"{name} has {count} lines, more than {MAX_FILE_LINES}"
+        for name, count in lines.items()
+        if count > MAX_FILE_LINES
+    ]
+    total = sum(lines.values())
+    if total > MAX_TOTAL_LINES:
+        found.append(f"kmem has {total} lines, more than {MAX_TOTAL_LINES}")
+    return found
+
+
+def ascii_violations(sources: dict[str, str]) -> list[str]:
+    return [
+        f"{module}, line {number}: not ASCII: {line.strip()}"
+        for module, source in sources.items()
+        for number, line in enumerate(source.splitlines(), 1)
+        if not line.isascii()
+    ]
+
+
+CHECKS = (
+    direction_violations,
+    framework_violations,
+    top_level_violations,
+    size_violations,
+    ascii_violations,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_kmem_has_no(check):
+    assert check(SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    "check, sources, message",
+    [
+        (
+            direction_violations,
+            {
+                "kmem.units": "def f():\n import kmem.trainer",
+                "kmem.trainer": "",
+            },
+            "kmem.units imports kmem.trainer, a higher layer",
+        ),
+        (
+            direction_violations,
+            {"kmem.units": "from kmem import Model", "kmem.__init__": ""},
+            "kmem.units imports kmem.__init__, a higher layer",
+        ),
+        (
+            direction_violations,
+            {
+                "kmem.units": "import importlib\n"
+                "importlib.import_module('kmem.cli')",
+                "kmem.cli": "",
+            },
+            "kmem.units imports kmem.cli, a higher layer",
+        ),
+        (
+            direction_violations,
+            {
+                "kmem.units": "from kmem import native",
+                "kmem.native": "from kmem.units import parse_size",
+            },
+            "in a circle: ",
+        ),
+        (
+            direction_violations,
+            {
+                "kmem.planning.graph": "from kmem.planning import costs",
+                "kmem.planning.costs": "from kmem.planning.graph import Node",
+            },
+            "modules in a circle: ",
+        ),
+        (
+            direction_violations,
+            {"kmem.utils": ""},
+            "kmem.utils has no layer: place it in LAYERS",
+        ),
+        (
+            direction_violations,
+            {"kmem.units": "from .trainer import Model"},
+            "kmem.units imports .trainer.Model: write it in full",
+        ),
+        (
+            framework_violations,
+            {
+                "kmem.planning.graph": "from kmem import memory",
+                "kmem.memory": "def f():\n import tensorflow as tf",
+            },
+            "planning reaches tensorflow by way of kmem.memory",
+        ),
+        (
+            top_level_violations,
+            {"kmem.report": "try:\n import matplotlib.pyplot\nfinally: pass"},
+            "kmem.report imports matplotlib.pyplot at its top",
+        ),
+        (
+            size_violations,
+            {"kmem.units": "\n" * (MAX_FILE_LINES + 1)},
+            f"kmem.units has {MAX_FILE_LINES + 1} lines",
+        ),
+        (
+            size_violations,
+            {f"kmem.m{i}": "\n" * 300 for i in range(MAX_TOTAL_LINES // 250)},
+            f"kmem has {MAX_TOTAL_LINES // 250 * 300} lines, more than",
+        ),
+        (
+            ascii_violations,
+            {"kmem.units": "# \N{MULTIPLICATION SIGN}"},
+            "kmem.units, line 1: not ASCII",
+        ),
+    ],
+)
+def test_a_made_up_violation_is_found(check, sources, message):
+    assert re.search(re.escape(message), "\n".join(check(sources)))
+
+
+def test_what_is_allowed_is_not_a_violation():
+    sources = {
+        "kmem.__init__": "from kmem import versions\nimport kmem.trainer",
+        "kmem.versions": "import tensorflow",
+        "kmem.trainer": "from kmem.planning import graph",
+        "kmem.planning": "from kmem.planning.graph import Node",
+        "kmem.planning.graph": "from kmem.units import parse_size",
+        "kmem.units": "def f():\n import matplotlib",
+    }
+    for check in CHECKS:
+        assert check(sources) == []
+
+
+def test_the_installed_package_is_the_one_that_is_tested():
+    distribution = importlib.metadata.distribution("kmem")
+    installed = pathlib.Path(str(distribution.locate_file("kmem/__init__.py")))
+    # An editable installation has no such file: there, the checkout is it.
+    if installed.exists():
+        origin = importlib.util.find_spec("kmem").origin
+        assert installed.samefile(origin)
