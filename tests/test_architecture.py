@@ -16,7 +16,7 @@ LAYERS = (
     {"units", "versions", "options", "native", "memory", "monitor"},
     {
         "microbatch",
-        "losses",
+        "capture",
         "loss_terms",
         "accumulation",
         "precision",
