@@ -242,7 +242,7 @@ def page(*lines: str) -> str:
     "text, error, message",
     [
         (page("```python", "1 + 1  # 3", "```"), AssertionError, "line 2"),
-        (page("```python", "1 / 0", "```"), ZeroDivisionError, ""),
+        (page("```python", "1 / 0", "```"), ZeroDivisionError, "division"),
         (
             page("```python", "x = 1", "```", "", "```python", "y", "```"),
             NameError,
@@ -254,6 +254,7 @@ def page(*lines: str) -> str:
             "needs a reason",
         ),
     ],
+    ids=["value", "exception", "unknown name", "no reason"],
 )
 def test_a_wrong_page_fails(text, error, message):
     with pytest.raises(error, match=message):
@@ -268,6 +269,7 @@ def test_a_wrong_page_fails(text, error, message):
         page("<!-- not run: takes hours -->", "```python", "1 / 0", "```"),
         page("   ```python", "   if True:", "       x = 1", "   ```"),
     ],
+    ids=["one program", "words", "not run", "indented"],
 )
 def test_a_right_page_passes(text):
     run_python(text, "page.md", {})
