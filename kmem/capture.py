@@ -1,0 +1,169 @@
+"""Runs a `train_step` without its update, and takes what it would apply.
+
+`optimizer.apply` is where the default `train_step` and nearly every custom
+one end, so that is where the gradients are taken. Everything here is a
+context manager over instance attributes: on leaving, also by an exception,
+the model, its optimizer and its metrics are as they were.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+
+class LossReached(BaseException):
+    """Ends a step early, once its loss is known; see `capturing`."""
+
+
+class Update:
+    """What a step handed to its optimizer.
+
+    Attributes:
+        gradients: A list of tensors, `IndexedSlices` or `None`; itself `None`
+            if the step made no update.
+        variables: The variables they belong to, or `None` if not given.
+        sums_rows: Whether the loss was one value a row: differentiating that
+            means summing it.
+    """
+
+    def __init__(self):
+        self.gradients: list | None = None
+        self.variables: list | None = None
+        self.sums_rows = False
+
+
+@contextlib.contextmanager
+def attribute(instance, name: str, value) -> Iterator[None]:
+    """Sets an instance attribute for a while, past Keras's own tracking."""
+    missing = object()
+    before = vars(instance).get(name, missing)
+    object.__setattr__(instance, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            object.__delattr__(instance, name)
+        else:
+            object.__setattr__(instance, name, before)
+
+
+@contextlib.contextmanager
+def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
+    """Collects the one update that a step makes, instead of making it.
+
+    Args:
+        model: The model whose step runs within.
+        optimizer: What the step sees as `model.optimizer`.
+        until_loss: Raise `LossReached` once the step scales its loss, or at
+            the latest when it applies its gradients.
+
+    Raises:
+        ValueError: If the step makes a second update. Its gradients would
+            depend on the first, which has not been made.
+    """
+    update = Update()
+    scale_loss = optimizer.scale_loss
+
+    def apply(grads, trainable_variables=None):
+        if until_loss:
+            raise LossReached
+        if update.gradients is not None:
+            _refuse_second_update(model)
+        update.gradients = list(grads)
+        if trainable_variables is not None:
+            update.variables = list(trainable_variables)
+
+    def scale(loss):
+        if until_loss:
+            raise LossReached
+        update.sums_rows = len(loss.shape) > 0
+        return scale_loss(loss)
+
+    def refuse(*args, **kwargs):
+        _refuse_second_update(model)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(attribute(model, "optimizer", optimizer))
+        stack.enter_context(attribute(optimizer, "apply", apply))
+        stack.enter_context(attribute(optimizer, "scale_loss", scale))
+        inner = getattr(optimizer, "inner_optimizer", None)
+        for other in _optimizers(model):
+            if other is not optimizer and other is not inner:
+                stack.enter_context(attribute(other, "apply", refuse))
+        yield update
+
+
+@contextlib.contextmanager
+def metrics_of_part(model, share) -> Iterator[dict[int, tuple]]:
+    """Lets the model's metrics count one part of a batch.
+
+    A mean of scalars that is updated without a weight counts `share`, so that
+    the parts of a batch count as one update together.
+
+    Args:
+        model: The model whose metrics are updated within.
+        share: The part's rows over the batch's rows, a scalar.
+
+    Yields:
+        A dictionary that maps the `id` of every result that a metric gives to
+        a pair: the result, and a function that computes it anew.
+    """
+    results: dict[int, tuple] = {}
+
+    def recording_result(metric):
+        compute = metric.result
+
+        def result():
+            value = compute()
+            leaves = keras.tree.flatten(value)
+            for position, leaf in enumerate(leaves):
+                results[id(leaf)] = (
+                    leaf,
+                    lambda: keras.tree.flatten(compute())[position],
+                )
+            return value
+
+        return result
+
+    def weighted_update(metric):
+        update_state = metric.update_state
+
+        def update(values, sample_weight=None):
+            values = tf.convert_to_tensor(values)
+            if sample_weight is None and values.shape.rank == 0:
+                sample_weight = tf.cast(share, metric.dtype)
+            return update_state(values, sample_weight=sample_weight)
+
+        return update
+
+    with contextlib.ExitStack() as stack:
+        for metric in model.metrics:
+            result = recording_result(metric)
+            stack.enter_context(attribute(metric, "result", result))
+            if type(metric).update_state is keras.metrics.Mean.update_state:
+                update = weighted_update(metric)
+                stack.enter_context(attribute(metric, "update_state", update))
+        yield results
+
+
+def _optimizers(model) -> Iterator[keras.optimizers.Optimizer]:
+    for value in vars(model).values():
+        if isinstance(value, dict):
+            value = value.values()
+        elif not isinstance(value, list | tuple):
+            value = [value]
+        for item in value:
+            if isinstance(item, keras.optimizers.Optimizer):
+                yield item
+
+
+def _refuse_second_update(model):
+    raise ValueError(
+        "Accumulating gradients needs a `train_step` that makes one update, "
+        "of `self.optimizer`: a second update would have to see the first "
+        "one's weights. Compute all gradients first and apply them together, "
+        "or train without `microbatches`, `gradient_accumulation_steps` and "
+        f'"float16". Received: model={model.name}'
+    )

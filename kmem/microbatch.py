@@ -1,0 +1,282 @@
+"""The gradient of a batch, computed part by part.
+
+The gradient of a mean over rows is the mean of the parts' gradients, weighted
+by their rows; losses with another denominator are scaled first (loss_terms).
+What this module does not do: batch normalization sees one part at a time, and
+dropout draws anew for every part.
+"""
+
+import dataclasses
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem import capture
+from kmem.loss_terms import ROWS
+from kmem.loss_terms import SUM
+from kmem.loss_terms import LossTerms
+from kmem.loss_terms import recording
+from kmem.parts import Parts
+
+
+@dataclasses.dataclass
+class BatchGradient:
+    """The gradient of one batch's loss.
+
+    Attributes:
+        gradients: `{group: list}`, the loss terms of each group apart; a list
+            holds tensors, or `None` where there is no gradient. Empty if the
+            step made no update.
+        denominators: `{group: float64 scalar}`, what each was divided by.
+        variables: The variables, or `None` if the step named none.
+        logs: What the step returned, of the whole batch.
+    """
+
+    gradients: dict[str, list]
+    denominators: dict[str, tf.Tensor]
+    variables: list | None
+    logs: Any
+
+
+class GradientStep:
+    """Computes a batch's gradient with the model's own `train_step`.
+
+    Args:
+        model: A compiled `keras.Model`.
+        train_step: The step to run on every part.
+        optimizer: What the step sees as `model.optimizer`.
+        num_parts: The number of parts.
+        by_group: Whether to tell apart the gradients of loss terms with
+            different denominators. Whoever adds up batches needs it.
+    """
+
+    def __init__(
+        self, model, train_step, optimizer, num_parts: int, by_group: bool
+    ):
+        self._model = model
+        self._train_step = train_step
+        self._optimizer = optimizer
+        self._num_parts = num_parts
+        self._by_group = by_group
+        self._loss: _Loss | None = None
+
+    def __call__(self, data) -> BatchGradient:
+        parts = Parts(data, self._num_parts)
+        totals, base, apart = {}, ROWS, []
+        if self._num_parts > 1 or self._by_group:
+            totals = self._count_denominators(parts)
+        if self._by_group and self._loss is not None:
+            base, apart = self._loss.split()
+        first: _Part | None = None
+
+        def run(data, rows):
+            nonlocal first
+            part = self._run(data, rows, parts.rows, totals, apart)
+            first = first or part
+            return part.tensors()
+
+        sums = parts.sum(run)
+        if first is None:
+            raise RuntimeError("A batch has at least one part.")
+        gradients, logs = first.unpack(sums)
+        if first.sums_rows:
+            base = SUM
+        totals[ROWS] = tf.cast(parts.rows, tf.float64)
+        totals[SUM] = tf.ones([], tf.float64)
+        by_group = _by_group(gradients, base, apart)
+        return BatchGradient(
+            gradients=by_group,
+            denominators={group: totals[group] for group in by_group},
+            variables=first.variables,
+            logs=logs,
+        )
+
+    def _run(self, data, rows, batch_rows, totals, apart) -> "_Part":
+        """Runs the step on one part, without its update."""
+        share = tf.cast(rows, tf.float64) / tf.cast(batch_rows, tf.float64)
+        split = self._num_parts > 1
+        updates = []
+        # Before the step proper, so that they draw the same random numbers.
+        for group in apart:
+            terms = LossTerms(share if split else None, totals, dropped=group)
+            with (
+                keras.StatelessScope(),
+                recording(terms),
+                capture.capturing(self._model, self._optimizer) as update,
+            ):
+                self._train_step(data)
+            updates.append(update)
+        terms = LossTerms(share if split else None, totals)
+        with (
+            recording(terms),
+            capture.metrics_of_part(self._model, share) as results,
+            capture.capturing(self._model, self._optimizer) as update,
+        ):
+            logs = self._train_step(data)
+        return _Part([update, *updates], logs, results, share, split)
+
+    def _count_denominators(self, parts: Parts) -> dict[str, tf.Tensor]:
+        """What the batch's counted losses are divided by.
+
+        It takes a forward pass that changes nothing. In a graph only what
+        leads to the denominators is run of it (a mask, a sum of weights), and
+        in eager mode it is left out once it is known to count nothing.
+        """
+        if tf.executing_eagerly():
+            if self._loss is not None and not self._loss.counted:
+                return {}
+            count = self._count
+        else:
+            with tf.init_scope():
+                count = tf.function(
+                    self._count, autograph=False
+                ).get_concrete_function(parts.spec)
+            if not self._loss.counted:
+                return {}
+        totals = parts.sum(lambda data, rows: count(data))
+        return dict(zip(self._loss.counted, totals, strict=True))
+
+    def _count(self, data) -> list[tf.Tensor]:
+        model = self._model
+        terms = LossTerms()
+        with keras.StatelessScope(), recording(terms):
+            try:
+                with capture.capturing(model, self._optimizer, until_loss=True):
+                    self._train_step(data)
+            except capture.LossReached:
+                pass
+            self._loss = _Loss.of(model, self._train_step, terms)
+        return [
+            tf.cast(terms.denominators[group], tf.float64)
+            for group in self._loss.counted
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    """What a model's loss is made of.
+
+    Attributes:
+        groups: The groups of its terms.
+        counted: Those whose denominators the forward pass counts.
+        only_terms: Whether it has nothing but these and regularizers.
+        has_regularizers: Whether any weight has a regularizer.
+    """
+
+    groups: list[str]
+    counted: list[str]
+    only_terms: bool
+    has_regularizers: bool
+
+    @classmethod
+    def of(cls, model, train_step, terms: LossTerms) -> "_Loss":
+        plain = keras.Model
+        is_default = (
+            getattr(train_step, "__func__", None) is plain.train_step
+            and type(model).compute_loss is plain.compute_loss
+        )
+        num_regularizers = sum(
+            getattr(variable, "regularizer", None) is not None
+            for variable in model.trainable_variables
+        )
+        denominators = terms.denominators
+        return cls(
+            groups=list(denominators),
+            counted=[g for g, d in denominators.items() if d is not None],
+            only_terms=is_default and len(model.losses) == num_regularizers,
+            has_regularizers=num_regularizers > 0,
+        )
+
+    def split(self) -> tuple[str, list[str]]:
+        """Which groups to tell apart, to add up batches.
+
+        Returns:
+            The group as which all the rest counts, and the groups apart.
+        """
+        special = [group for group in self.groups if group != ROWS]
+        # A regularizer may ride on any mean, but a sum would add it up.
+        rides = special != [SUM] or not self.has_regularizers
+        if self.only_terms and len(self.groups) == 1 and special and rides:
+            return special[0], []
+        return ROWS, special
+
+
+class _Part:
+    """What came of one part: tensors that add up over the parts."""
+
+    def __init__(self, updates, logs, results, share, split: bool):
+        self.sums_rows = updates[0].sums_rows
+        self.variables = updates[0].variables
+        self._logs = logs
+        self._results = results if split else {}
+        weight = share if split else None
+        gradient_weight = None if self.sums_rows else weight
+        # Rows that occur in several addends add up, so no `IndexedSlices`.
+        dense = split or len(updates) > 1
+        self._gradients = [
+            [_weighted(g, gradient_weight, dense) for g in update.gradients]
+            for update in updates
+            if update.gradients is not None
+        ]
+        self._raw_logs = [
+            _weighted_log(leaf, weight)
+            for leaf in keras.tree.flatten(logs)
+            if id(leaf) not in self._results
+        ]
+
+    def tensors(self) -> list[tf.Tensor]:
+        flat = [g for gradients in self._gradients for g in gradients]
+        return [g for g in flat if g is not None] + self._raw_logs
+
+    def unpack(self, sums: list[tf.Tensor]) -> tuple[list[list], Any]:
+        """Makes gradients and logs of the sums over all parts."""
+        rest = iter(sums)
+        gradients = [
+            [None if g is None else next(rest) for g in gradients]
+            for gradients in self._gradients
+        ]
+
+        def whole(leaf):
+            if id(leaf) in self._results:
+                return self._results[id(leaf)][1]()
+            return next(rest)
+
+        return gradients, keras.tree.map_structure(whole, self._logs)
+
+
+def _weighted(gradient, weight, dense: bool):
+    if gradient is None or not dense:
+        return gradient
+    gradient = tf.convert_to_tensor(gradient)
+    if weight is None:
+        return gradient
+    return gradient * tf.cast(weight, gradient.dtype)
+
+
+def _weighted_log(leaf, weight):
+    """A mean is averaged over the parts, a number of things added up."""
+    leaf = tf.convert_to_tensor(leaf)
+    if weight is None or not leaf.dtype.is_floating:
+        return leaf
+    return leaf * tf.cast(weight, leaf.dtype)
+
+
+def _by_group(gradients: list[list], base: str, apart: list[str]):
+    if not gradients:
+        return {}
+    whole, *without = gradients
+    by_group = {
+        group: _minus(whole, rest)
+        for group, rest in zip(apart, without, strict=True)
+    }
+    for gradient in by_group.values():
+        whole = _minus(whole, gradient)
+    return {base: whole, **by_group}
+
+
+def _minus(minuend: list, subtrahend: list) -> list:
+    return [
+        a if a is None or b is None else tf.subtract(a, b)
+        for a, b in zip(minuend, subtrahend, strict=True)
+    ]

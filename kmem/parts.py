@@ -1,0 +1,133 @@
+"""A batch in parts, and a loop over them that keeps one part in memory.
+
+The first part takes the remainder, such that all others have one size: XLA
+needs fixed shapes, and the loop is traced once whatever the number of parts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+class Parts:
+    """The parts of a batch.
+
+    Args:
+        data: What `train_step` takes: a structure of tensors whose first
+            dimension is the batch. `None` and scalars go to every part.
+        count: The number of parts, at least 1. Fewer rows make fewer parts.
+
+    Attributes:
+        rows: The batch's rows, an int32 scalar.
+
+    Raises:
+        ValueError: If the tensors are known to differ in their rows.
+    """
+
+    def __init__(self, data: Any, count: int):
+        self._data = data
+        self._count = count
+        self.rows = _num_rows(data)
+        # Rows of a part, rounded up.
+        self._size = (self.rows + count - 1) // count
+        self._num_parts = (self.rows + self._size - 1) // self._size
+        self._first_size = self.rows - (self._num_parts - 1) * self._size
+
+    @property
+    def spec(self):
+        """The type of a part: the batch's, for any number of rows."""
+        return keras.tree.map_structure(_part_spec, self._data)
+
+    def sum(
+        self, function: Callable[[Any, tf.Tensor], list[tf.Tensor]]
+    ) -> list[tf.Tensor]:
+        """Adds up `function(data, rows)` over the parts, one after another.
+
+        Args:
+            function: Takes a part and its rows, gives a list of tensors whose
+                shapes do not depend on the rows.
+
+        Returns:
+            The list of the sums.
+        """
+        if self._count == 1:
+            return function(self._data, self.rows)
+        size = self._size
+        total = function(self._slice(0, self._first_size), self._first_size)
+
+        def start(index):
+            return self._first_size + (index - 1) * size
+
+        def add(index, total):
+            part = function(self._slice(start(index), size), size)
+            return [a + b for a, b in zip(total, part, strict=True)]
+
+        if tf.executing_eagerly():
+            for index in range(1, int(self._num_parts)):
+                total = add(index, total)
+            return total
+        # The loop's body waits for its index, hence for the whole first part.
+        with tf.control_dependencies(total):
+            index = tf.ones([], tf.int32)
+        _, total = tf.while_loop(
+            lambda index, total: index < self._num_parts,
+            lambda index, total: (index + 1, add(index, total)),
+            (index, total),
+            parallel_iterations=1,
+        )
+        return total
+
+    def _slice(self, start, size):
+        def rows_of(leaf):
+            if leaf is None or leaf.shape.rank == 0:
+                return leaf
+            if isinstance(leaf, tf.RaggedTensor):
+                return leaf[start : start + size]
+            shape = tf.shape(leaf, out_type=tf.int32)
+            if isinstance(leaf, tf.SparseTensor):
+                begin = tf.concat([[start], tf.zeros_like(shape[1:])], axis=0)
+                end = tf.concat([[size], shape[1:]], axis=0)
+                return tf.sparse.slice(
+                    leaf, tf.cast(begin, tf.int64), tf.cast(end, tf.int64)
+                )
+            begin = tf.concat([[start], tf.zeros_like(shape[1:])], axis=0)
+            end = tf.concat([[size], shape[1:]], axis=0)
+            part = tf.slice(leaf, begin, end)
+            part.set_shape([None, *leaf.shape[1:]])
+            return part
+
+        return keras.tree.map_structure(rows_of, self._data)
+
+
+def _num_rows(data) -> tf.Tensor:
+    leaves = [
+        leaf
+        for leaf in keras.tree.flatten(data)
+        if leaf is not None and leaf.shape.rank != 0
+    ]
+    known = {leaf.shape[0] for leaf in leaves} - {None}
+    if len(known) > 1:
+        raise ValueError(
+            "A batch can be split only if all of its tensors have the same "
+            f"number of rows. Received: rows={sorted(known)}"
+        )
+    leaf = leaves[0]
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    return tf.shape(leaf, out_type=tf.int32)[0]
+
+
+def _part_spec(leaf):
+    if leaf is None or leaf.shape.rank == 0:
+        return leaf
+    spec = tf.type_spec_from_value(leaf)
+    shape = tf.TensorShape([None, *leaf.shape[1:]])
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(
+            shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype
+        )
+    return type(spec)(shape, leaf.dtype)

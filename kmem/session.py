@@ -1,0 +1,255 @@
+"""One training of a model under memory options: put on, and taken off again.
+
+Options act only while the Python of a training step runs: when it is traced,
+or at every step in eager mode. Between steps, in callbacks and after `fit`,
+however it ends, the model is a plain Keras model; all that has to be taken
+off are the functions that were traced.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem import capture
+from kmem import precision
+from kmem.accumulation import Updater
+from kmem.microbatch import BatchGradient
+from kmem.microbatch import GradientStep
+from kmem.options import MemoryOptions
+
+_TO_COME = ("memory_budget", "remat", "dtr", "sharding")
+_KERAS_BATCH_SIZE = 32  # What `fit` takes if it is not told.
+
+
+class Session:
+    """Runs a model's steps under options.
+
+    Args:
+        model: A compiled `keras.Model`.
+        options: `MemoryOptions` with at least one option on.
+
+    Raises:
+        NotImplementedError: If an option's mechanism is still to come.
+        ValueError: If the model is not compiled, or an option cannot work
+            with it.
+    """
+
+    def __init__(self, model: keras.Model, options: MemoryOptions):
+        _check(model, options)
+        self.model = model
+        self.options = options
+        self._mixed_precision = options.mixed_precision
+        self._user_train_step = model.train_step
+        self._user_test_step = model.test_step
+        self._plain_functions: dict[str, Any] = {}
+        self._functions: dict[str, Any] = {}
+        optimizer = model.optimizer
+        if self._mixed_precision is not None:
+            optimizer = precision.loss_scaled(model, self._mixed_precision)
+        self._captures = (
+            options.microbatches is not None
+            or options.gradient_accumulation_steps is not None
+            or optimizer is not model.optimizer
+        )
+        self._optimizer = optimizer
+        steps = options.gradient_accumulation_steps
+        self._num_batches = steps.steps if steps else 1
+        strategy = model.distribute_strategy
+        self._updater = Updater(optimizer, self._num_batches, strategy)
+        parts = options.microbatches
+        self._gradient_step = GradientStep(
+            model,
+            self._user_train_step,
+            optimizer,
+            num_parts=parts.count if parts else 1,
+            by_group=self._num_batches > 1 or strategy.num_replicas_in_sync > 1,
+        )
+
+    def install(self, test_step: bool = True, guard: bool = False) -> None:
+        """Gives the model functions that train, and test, under the options.
+
+        Args:
+            test_step: Whether validation runs in mixed precision as well.
+            guard: Whether a function takes the session off by itself, when
+                it raises or is called in a later `fit`.
+        """
+        model = self.model
+        jit_compile = model.jit_compile
+        # Only the gradient is compiled when updates are rarer than batches:
+        # a branch inside XLA copies all that it may assign.
+        separately = self._num_batches > 1 and jit_compile
+        if separately and not model.run_eagerly:
+            self._gradient_step = _compiled(self._gradient_step)
+        names = ["train_function"]
+        with capture.attribute(model, "train_step", self._run_train_step):
+            self._plain_functions["train_function"] = model.train_function
+            if separately:
+                model.jit_compile = False
+            try:
+                model.make_train_function(force=True)
+            finally:
+                model.jit_compile = jit_compile
+        if test_step and self._mixed_precision is not None:
+            names.append("test_function")
+            with capture.attribute(model, "test_step", self._run_test_step):
+                self._plain_functions["test_function"] = model.test_function
+                model.make_test_function(force=True)
+        for name in names:
+            function = getattr(model, name)
+            if guard:
+                function = self._guarded(name, function)
+                setattr(model, name, function)
+            self._functions[name] = function
+
+    def trains(self, options: MemoryOptions) -> bool:
+        """Whether this session's function is on the model, for `options`."""
+        function = self._functions.get("train_function")
+        return (
+            function is not None
+            and self.model.train_function is function
+            and self.options == options
+        )
+
+    def remove(self) -> None:
+        """Gives the model its own functions back. May be called twice."""
+        for name, function in self._functions.items():
+            # `compile` may have taken ours off already.
+            if getattr(self.model, name) is function:
+                setattr(self.model, name, self._plain_functions[name])
+        self._functions = {}
+        precision.remember_scale(self._optimizer)
+
+    def end_group(self) -> None:
+        """Applies the last, incomplete group of batches."""
+        self._updater.flush()
+
+    def _guarded(self, name: str, function):
+        history = self.model.history
+
+        def call(iterator):
+            # Every `fit` has a history of its own.
+            if self.model.history is not history:
+                self.remove()
+                getattr(self.model, f"make_{name}")()
+                return getattr(self.model, name)(iterator)
+            try:
+                return function(iterator)
+            except StopIteration:
+                raise
+            except BaseException:
+                self.remove()
+                raise
+
+        return call
+
+    def _run_train_step(self, data):
+        data = keras.tree.map_structure(_as_tensor, data)
+        with self._precision():
+            if not self._captures:
+                return self._user_train_step(data)
+            batch = self._gradient_step(data)
+        self._updater.add(batch)
+        return batch.logs
+
+    def _run_test_step(self, data):
+        with self._precision():
+            return self._user_test_step(data)
+
+    def _precision(self):
+        if self._mixed_precision is None:
+            return contextlib.nullcontext()
+        return precision.applied(self.model, self._mixed_precision)
+
+
+def _compiled(gradient_step: GradientStep):
+    """The same step, its computation compiled by XLA."""
+    batch: BatchGradient | None = None
+
+    @tf.function(jit_compile=True, autograph=False)
+    def tensors(data):
+        nonlocal batch
+        batch = gradient_step(data)
+        return batch.gradients, batch.denominators, batch.logs
+
+    def run(data) -> BatchGradient:
+        gradients, denominators, logs = tensors(data)
+        return BatchGradient(gradients, denominators, batch.variables, logs)
+
+    return run
+
+
+def _as_tensor(leaf):
+    """`train_on_batch` in eager mode hands NumPy arrays to the step."""
+    if leaf is None or tf.is_tensor(leaf):
+        return leaf
+    return tf.convert_to_tensor(leaf)
+
+
+def _check(model, options: MemoryOptions) -> None:
+    for name in _TO_COME:
+        if getattr(options, name) is not None:
+            raise NotImplementedError(
+                f"`{name}` is not available in this version of kmem."
+            )
+    if not model.compiled:
+        raise ValueError(
+            "The model must be compiled before it is trained: call "
+            f"`model.compile()` first. Received: model={model.name}"
+        )
+    own_steps = getattr(model.optimizer, "gradient_accumulation_steps", None)
+    if options.gradient_accumulation_steps is not None and own_steps:
+        raise ValueError(
+            "Gradients must be accumulated by kmem or by the optimizer, not "
+            "by both: make the optimizer without "
+            "`gradient_accumulation_steps`. Received: "
+            f"optimizer.gradient_accumulation_steps={own_steps}"
+        )
+    if (
+        options.microbatches is not None
+        and model.distribute_strategy.num_replicas_in_sync > 1
+    ):
+        for layer in model._flatten_layers():
+            if getattr(layer, "synchronized", False):
+                raise ValueError(
+                    "`microbatches` cannot loop over layers that synchronize "
+                    "their replicas: make them with `synchronized=False`. "
+                    f"Received: layer={layer.name}"
+                )
+
+
+def check_batch(arguments: Mapping[str, Any], options: MemoryOptions) -> None:
+    """Checks what `fit` is given against the options, before it starts.
+
+    Raises:
+        ValueError: If batches are known to have fewer rows than micro-batches
+            are asked for.
+    """
+    if options.microbatches is None:
+        return
+    rows = _batch_rows(arguments)
+    if rows is not None and rows < options.microbatches.count:
+        raise ValueError(
+            "`microbatches` must not be larger than the batch. Received: "
+            f"microbatches={options.microbatches.count} for batches of "
+            f"{rows} rows"
+        )
+
+
+def _batch_rows(arguments: Mapping[str, Any]) -> int | None:
+    x = arguments.get("x")
+    if isinstance(x, tf.data.Dataset):
+        leaves = [
+            spec
+            for spec in tf.nest.flatten(x.element_spec)
+            if getattr(spec, "shape", None) is not None and spec.shape.rank
+        ]
+        return leaves[0].shape[0] if leaves else None
+    leaves = [leaf for leaf in keras.tree.flatten(x) if hasattr(leaf, "shape")]
+    if not leaves or not leaves[0].shape:
+        return None
+    share = 1 - (arguments.get("validation_split") or 0)
+    batch_size = arguments.get("batch_size") or _KERAS_BATCH_SIZE
+    return min(batch_size, int(leaves[0].shape[0] * share))

@@ -1,0 +1,194 @@
+"""`fit` with memory options: `Model`, `wrap`, and what they share."""
+
+import collections
+import functools
+import inspect
+
+import keras
+
+from kmem.callbacks import EndOfGroup
+from kmem.options import MemoryOptions
+from kmem.options import split_options
+from kmem.session import Session
+from kmem.session import check_batch
+
+_SESSION = "_kmem_session"
+
+
+class MemoryFit:
+    """The methods of a model that takes memory options."""
+
+    # `MemoryOptions` that `train_on_batch` follows, or `None`.
+    memory_options: MemoryOptions | None = None
+
+    def fit(self, *args, **kwargs):
+        return _fit(self, super().fit, args, kwargs)
+
+    def train_on_batch(self, *args, **kwargs):
+        return _train_on_batch(self, super().train_on_batch, args, kwargs)
+
+
+class _ModelType(type):
+    """Makes `kmem.Model(inputs, outputs)` a plain Functional model.
+
+    Keras turns the bases of a `Model` subclass into `Functional` when it is
+    called with inputs and outputs, and so for all of its subclasses. So
+    `Model` itself is never a base: whoever subclasses it gets its methods
+    and `keras.Model`.
+    """
+
+    def __call__(cls, *args, **kwargs):
+        if cls is Model:
+            return wrap(keras.Model(*args, **kwargs))
+        return super().__call__(*args, **kwargs)
+
+    def __instancecheck__(cls, instance):
+        if cls is Model:
+            return _is_wrapped(instance)
+        return super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass):
+        if cls is Model:
+            return issubclass(subclass, MemoryFit)
+        return super().__subclasscheck__(subclass)
+
+
+class Model(MemoryFit, keras.Model, metaclass=_ModelType):
+    """A `keras.Model` whose `fit` takes memory options.
+
+    It is made and subclassed like `keras.Model`, and is saved as one: a
+    functional model loads without kmem.
+
+    Example:
+
+    ```python
+    import keras
+
+    import kmem
+
+    inputs = keras.Input((8,))
+    model = kmem.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    x, y = keras.random.normal((64, 8)), keras.random.normal((64, 1))
+    model.fit(x, y, batch_size=32, microbatches=4, verbose=0)
+    ```
+    """
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        bases = []
+        for base in cls.__bases__:
+            bases += [MemoryFit, keras.Model] if base is Model else [base]
+        cls.__bases__ = tuple(bases)
+
+
+def wrap(model: keras.Model) -> keras.Model:
+    """Lets a model that exists take memory options in `fit`.
+
+    Args:
+        model: Any `keras.Model`: Functional, Sequential or subclassed, built
+            or not, compiled or not. It is changed in place: its `fit` and
+            `train_on_batch` follow memory options from now on, and without
+            one they are Keras's.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: If `model` is not a `keras.Model`.
+
+    Example:
+
+    ```python
+    import keras
+
+    import kmem
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    x, y = keras.random.normal((64, 8)), keras.random.normal((64, 1))
+    kmem.wrap(model).fit(x, y, batch_size=32, microbatches=4, verbose=0)
+    ```
+    """
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"`model` must be a `keras.Model`. Received: model={model!r}"
+        )
+    if _is_wrapped(model):
+        return model
+    # Instance attributes, not another class: the class is what Keras saves.
+    methods = {"fit": _fit, "train_on_batch": _train_on_batch}
+    for name, method in methods.items():
+        wrapped = _wrapped_method(model, getattr(model, name), method)
+        object.__setattr__(model, name, wrapped)
+    model.memory_options = None
+    return model
+
+
+def _is_wrapped(instance) -> bool:
+    return isinstance(instance, keras.Model) and hasattr(
+        instance, "memory_options"
+    )
+
+
+def _wrapped_method(model, plain, method):
+    @functools.wraps(plain)
+    def call(*args, **kwargs):
+        return method(model, plain, args, kwargs)
+
+    return call
+
+
+def _fit(model, keras_fit, args, kwargs):
+    """Keras's `fit`, with the memory options among `kwargs`."""
+    signature = inspect.signature(keras_fit)
+    options = split_options(kwargs, set(signature.parameters))
+    _end_train_on_batch(model)
+    if not options:
+        return keras_fit(*args, **kwargs)
+    if "callbacks" not in signature.parameters:
+        # An overridden `fit` that hands its keyword arguments on.
+        kwargs.setdefault("callbacks", None)
+    bound = signature.bind(*args, **kwargs)
+    given = collections.ChainMap(
+        bound.arguments, bound.arguments.get("kwargs", {})
+    )
+    session = Session(model, options)
+    check_batch(given, options)
+    place = given.maps[1] if "callbacks" in given.maps[1] else given.maps[0]
+    place["callbacks"] = _with_callback(
+        place.get("callbacks"), EndOfGroup(session)
+    )
+    try:
+        session.install()
+        return keras_fit(*bound.args, **bound.kwargs)
+    finally:
+        session.remove()
+
+
+def _train_on_batch(model, keras_train_on_batch, args, kwargs):
+    """Keras's `train_on_batch`, under `model.memory_options`."""
+    options = model.memory_options
+    session = vars(model).get(_SESSION)
+    if not options:
+        _end_train_on_batch(model)
+    elif session is None or not session.trains(options):
+        _end_train_on_batch(model)
+        session = Session(model, options)
+        session.install(test_step=False)
+        object.__setattr__(model, _SESSION, session)
+    return keras_train_on_batch(*args, **kwargs)
+
+
+def _end_train_on_batch(model) -> None:
+    session = vars(model).pop(_SESSION, None)
+    if session is not None:
+        session.remove()
+
+
+def _with_callback(callbacks, callback):
+    """Puts `callback` first, so that the others see a finished epoch."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks.callbacks.insert(0, callback)
+        return callbacks
+    return [callback, *keras.tree.flatten(callbacks or [])]
