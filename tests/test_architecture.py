@@ -15,9 +15,10 @@ import pytest
 LAYERS = (
     {"units", "versions", "options", "native", "memory", "monitor"},
     {
-        "microbatch",
         "capture",
         "loss_terms",
+        "parts",
+        "microbatch",
         "accumulation",
         "precision",
         "remat",
@@ -25,7 +26,7 @@ LAYERS = (
     },
     {"keras_graph", "dtr", "sharding"},
     {"multilevel", "autotune"},
-    {"trainer", "callbacks"},
+    {"session", "trainer", "callbacks"},
     {"report", "demo", "cli", "__init__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
