@@ -1,0 +1,215 @@
+"""Keeps ids exact in 16 bits, and names the layers whose code is in the way.
+
+Integers survive in 16 bits only up to 256 (bfloat16) or 2048 (float16), and
+Keras casts the float inputs of a layer. Ids that arrive as floats therefore
+reach their layer uncast, or an error names the layer: `_watch` follows rounded
+inputs through the forward pass, up to the cast that makes them integers.
+
+What this module does not do: repair a layer's own code, or follow a tensor
+through `tf.py_function` and variables.
+"""
+
+import contextlib
+import functools
+import threading
+import warnings
+import weakref
+
+import keras
+import tensorflow as tf
+
+# TensorFlow's hook for its own debugger: one call for every operation that
+# runs or is traced. There is no public way to see a cast in a user's layer.
+from tensorflow.python.framework import op_callbacks
+
+_SIXTEEN_BITS = ("bfloat16", "float16")
+# Keras casts their inputs to integers, or compares them with others.
+_TAKE_IDS = (
+    keras.layers.Embedding,
+    keras.layers.CategoryEncoding,
+    keras.layers.Discretization,
+    keras.layers.Hashing,
+    keras.layers.HashedCrossing,
+    keras.layers.IntegerLookup,
+)
+# What comes out of these is computed: no longer an input that was rounded.
+_COMPUTE = {
+    "BatchMatMulV2",
+    "BatchMatMulV3",
+    "Conv2D",
+    "Conv3D",
+    "DepthwiseConv2dNative",
+    "Einsum",
+    "MatMul",
+}
+# Set on a tensor that was rounded to 16 bits, or made from one: a callable
+# that gives the tensor before the rounding, or None. The reference is weak,
+# to keep no memory: Keras holds a layer's arguments while the layer runs.
+_ROUNDED_FROM = "_kmem_rounded_from"
+
+_warned: "weakref.WeakSet[keras.layers.Layer]" = weakref.WeakSet()
+_thread = threading.local()
+
+
+def exact(x):
+    """Returns the tensor that `x` was rounded from, if it is known."""
+    original = getattr(x, _ROUNDED_FROM, _unknown)()
+    return x if original is None else original
+
+
+def mark_rounded(converted, x) -> None:
+    """Notes that `converted` is `x`, or `x` rounded to 16 bits."""
+    if converted is not x and tf.is_tensor(x):
+        for tensor in _float_tensors(converted):
+            setattr(tensor, _ROUNDED_FROM, _unknown)
+        setattr(converted, _ROUNDED_FROM, weakref.ref(x))
+
+
+def all_layers(layer) -> list:
+    """A layer and all layers inside it.
+
+    Private in Keras. `Model.layers` is public but does not reach into layers:
+    the two halves of a `Bidirectional` would stay in float32.
+    """
+    return layer._flatten_layers()
+
+
+def concern(layer) -> bool:
+    """Whether a layer's `call` is to be replaced by a `guarded` one."""
+    return _is_custom(layer) or _takes_exact(layer)
+
+
+def guarded(layer, call, option):
+    """Returns a layer's `call` with exact inputs and errors that name it."""
+    takes_exact, is_custom = _takes_exact(layer), _is_custom(layer)
+
+    @functools.wraps(call)
+    def guarded_call(*args, **kwargs):
+        if takes_exact:
+            args = keras.tree.map_structure(exact, args)
+            kwargs = keras.tree.map_structure(exact, kwargs)
+        try:
+            with _watching(layer):
+                outputs = call(*args, **kwargs)
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+            if is_custom and _is_about_dtypes(error):
+                raise _mixed_dtypes(layer, option, error) from error
+            raise
+        if is_custom and layer.compute_dtype in _SIXTEEN_BITS:
+            _warn_if_promoted(layer, option, (args, kwargs), outputs)
+        return outputs
+
+    return guarded_call
+
+
+def _is_custom(layer) -> bool:
+    """Whether a user's own code computes the layer's output."""
+    module = getattr(type(layer).call, "__module__", "")
+    of_keras = module.startswith("keras.")
+    return not of_keras or isinstance(layer, keras.layers.Lambda)
+
+
+def _takes_exact(layer) -> bool:
+    # Functional and Sequential models cast to the dtype of their inputs.
+    if isinstance(layer, keras.Model):
+        return not _is_custom(layer)
+    return isinstance(layer, _TAKE_IDS)
+
+
+def _unknown():
+    return None
+
+
+def _float_tensors(structure) -> list:
+    leaves: list = tf.nest.flatten(structure, expand_composites=True)
+    return [t for t in leaves if tf.is_tensor(t) and t.dtype.is_floating]
+
+
+def _is_about_dtypes(error) -> bool:
+    text = str(error)
+    # A layer inside has been named. Not by a class of its own: autograph
+    # passes on an error's text, and its type only if it is Python's.
+    if "kmem.MixedPrecision(" in text:
+        return False
+    # "half" when an operation runs, "float16" when it is traced.
+    return "half" in text or "float16" in text
+
+
+def _leave_out(layer, option) -> str:
+    return f"kmem.MixedPrecision('{option.dtype}', exclude=('{layer.name}',))"
+
+
+def _mixed_dtypes(layer, option, error):
+    return ValueError(
+        f"Layer '{layer.name}' must compute in the dtype of its inputs: cast "
+        "its constants with `tf.cast(constant, x.dtype)`, or keep it in "
+        f"float32 with `{_leave_out(layer, option)}`. Received: {error}"
+    )
+
+
+def _rounded_ids(layer, tensor):
+    return ValueError(
+        f"Layer '{layer.name}' must get ids as integers, because 16-bit floats "
+        "cannot hold them. Pass an integer array, and declare the input with "
+        '`keras.Input(..., dtype="int32")`. If they are no ids, keep the layer '
+        f"in float32 with `kmem.MixedPrecision(..., exclude=('{layer.name}',))`"
+        f". Received: {tensor.dtype.name} of shape {tensor.shape}"
+    )
+
+
+def _warn_if_promoted(layer, option, inputs, outputs):
+    if not any(t.dtype.name in _SIXTEEN_BITS for t in _float_tensors(inputs)):
+        return
+    if not any(t.dtype == tf.float32 for t in _float_tensors(outputs)):
+        return
+    # Perhaps by a layer inside that was left out, or has been named.
+    for inner in all_layers(layer):
+        if inner in _warned or inner.compute_dtype == "float32":
+            return
+    _warned.add(layer)
+    warnings.warn(
+        f"Layer '{layer.name}' computes in float32 although its inputs are "
+        f"{option.dtype}: `tf.matmul` and others promote to the dtype of a "
+        "float32 constant. Cast its constants with "
+        "`tf.cast(constant, x.dtype)` or, if this is meant, say so with "
+        f"`{_leave_out(layer, option)}`.",
+        stacklevel=2,
+    )
+
+
+@contextlib.contextmanager
+def _watching(layer):
+    """Lets `_watch` see what a layer computes."""
+    running = vars(_thread).setdefault("running", [])
+    if not running:
+        op_callbacks.add_op_callback(_watch)
+        eager = tf.executing_eagerly()
+        _thread.graph = None if eager else tf.compat.v1.get_default_graph()
+    running.append(layer)
+    try:
+        yield
+    finally:
+        running.pop()
+        if not running:
+            op_callbacks.remove_op_callback(_watch)
+
+
+def _watch(op_type, inputs, attrs, outputs, op_name=None, graph=None):
+    """Follows rounded tensors, and refuses to make integers of them."""
+    if op_type in _COMPUTE:
+        return
+    rounded = any(hasattr(tensor, _ROUNDED_FROM) for tensor in inputs)
+    if op_type == "AsString" or (
+        op_type == "Cast" and outputs[0].dtype.is_integer
+    ):
+        layer = _thread.running[-1]
+        # Nothing is known of a tensor inside of a loop or a function, which
+        # has a graph of its own. There, and in a layer that takes ids, all
+        # 16-bit floats count.
+        strict = graph is not _thread.graph or isinstance(layer, _TAKE_IDS)
+        if rounded or (strict and inputs[0].dtype.name in _SIXTEEN_BITS):
+            raise _rounded_ids(layer, inputs[0])
+    if rounded:
+        for tensor in outputs:
+            if tensor.dtype.is_floating or tensor.dtype == tf.variant:
+                setattr(tensor, _ROUNDED_FROM, _unknown)

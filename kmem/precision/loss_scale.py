@@ -1,0 +1,118 @@
+"""Scales the loss while a model trains in float16.
+
+Gradients below 6e-8 are zero in float16. So the loss is scaled before it is
+differentiated (Micikevicius et al., ICLR 2018, arXiv:1710.03740):
+g = grad(s * loss) / s, where s is halved and the update skipped when g is not
+finite. Keras's `LossScaleOptimizer` does that; this module puts one around an
+optimizer that is in use already, and looks at all replicas. What it does not
+do: become a part of the model.
+"""
+
+import weakref
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem.capture import attribute
+from kmem.options import MixedPrecision
+
+# What a fit's scale began with, what it reached, and the steps since it grew.
+_scales: "weakref.WeakKeyDictionary[keras.optimizers.Optimizer, tuple]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def loss_scaled(model: keras.Model, option: MixedPrecision):
+    """Returns the optimizer to train with: the model's, or one around it.
+
+    Call it before the step is traced, outside of any `tf.function`, and keep
+    the result as long as the traced step: a graph does not own its variables.
+    The inner optimizer keeps its variables and their values.
+
+    Args:
+        model: A compiled model that is built.
+        option: With `"float16"` the loss is scaled, unless the model's
+            optimizer does so itself.
+
+    Raises:
+        ValueError: If the loss is to be scaled and the model is not built.
+    """
+    inner = model.optimizer
+    if (
+        option.dtype != "float16"
+        or inner is None
+        or isinstance(inner, keras.optimizers.LossScaleOptimizer)
+        # The user's own, static scale. Keras's wrapper would erase it.
+        or inner.loss_scale_factor is not None
+    ):
+        return inner
+    if not model.built:
+        raise ValueError(
+            "The model must be built before its loss can be scaled. Call it "
+            f"on a batch first. Received: model={model.name}"
+        )
+    # Lifted out of a graph that may be in the making: the variables must
+    # outlive it.
+    with tf.init_scope(), model.distribute_strategy.scope():
+        variables = model.trainable_variables
+        if not inner.built:
+            inner.build(variables)
+        wrapper = _LossScaleOptimizer(
+            inner, option.initial_scale, option.dynamic_growth_steps
+        )
+        # Keras's optimizers ignore a second `build`; a user's own need not.
+        with attribute(inner, "build", lambda variables: None):
+            wrapper.build(variables)
+        initial_scale, scale, steps = _scales.get(inner, (None, 0.0, 0))
+        if initial_scale == option.initial_scale:
+            wrapper.dynamic_scale.assign(scale)
+            # Keras compares for equality: a larger count would never grow.
+            last = option.dynamic_growth_steps - 1
+            wrapper.step_counter.assign(min(steps, last))
+    return wrapper
+
+
+def remember_scale(optimizer) -> None:
+    """Lets the next `loss_scaled` begin with the scale that this one reached.
+
+    Args:
+        optimizer: What `loss_scaled` returned; another optimizer is ignored.
+    """
+    if isinstance(optimizer, _LossScaleOptimizer):
+        _scales[optimizer.inner_optimizer] = (
+            optimizer.initial_scale,
+            float(optimizer.dynamic_scale.numpy()),
+            int(optimizer.step_counter.numpy()),
+        )
+
+
+class _LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    """Skips an update on all replicas if one has a gradient that is not finite.
+
+    Keras looks at the first replica only, before the gradients are summed.
+    """
+
+    def apply(self, grads, trainable_variables=None):
+        grads = list(grads)
+        replica = tf.distribute.get_replica_context()
+        if replica is not None and replica.num_replicas_in_sync > 1:
+            finite: Any = self.check_finite(grads)
+            finite = tf.cast(finite, tf.float32)
+            count = replica.all_reduce(tf.distribute.ReduceOp.SUM, finite)
+            everywhere = count > replica.num_replicas_in_sync - 0.5
+            nan_or_zero = tf.where(everywhere, 0.0, float("nan"))
+            grads = [_plus(gradient, nan_or_zero) for gradient in grads]
+        super().apply(grads, trainable_variables)
+
+
+def _plus(gradient, scalar) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            _plus(gradient.values, scalar),
+            gradient.indices,
+            gradient.dense_shape,
+        )
+    return gradient + tf.cast(scalar, gradient.dtype)

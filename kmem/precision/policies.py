@@ -1,0 +1,161 @@
+"""Gives the layers of a model mixed policies, and their own ones back.
+
+Within `applied` a layer computes in 16 bits from float32 variables; on leaving
+it has the very policy object it had before, so what callbacks see and save is
+a plain float32 model. What this module does not do: it sees layers only. Code
+in a `train_step` or a `compute_loss` gets 16-bit predictions and must cast by
+itself.
+"""
+
+import contextlib
+import difflib
+import threading
+import weakref
+from collections.abc import Iterator
+
+import keras
+
+from kmem.capture import attribute
+from kmem.options import MixedPrecision
+from kmem.precision import guards
+from kmem.precision.guards import all_layers
+
+_lock = threading.RLock()
+_entries: "weakref.WeakKeyDictionary[keras.Model, _Entry]" = (
+    weakref.WeakKeyDictionary()
+)
+# Its statistics are float32 tensors, to which its result is promoted. Rounding
+# the input would only lose what it is there to keep: (10001 - 10000) / 1.
+_FLOAT32_ANYWAY = keras.layers.Normalization
+
+
+@contextlib.contextmanager
+def applied(model: keras.Model, option: MixedPrecision) -> Iterator[None]:
+    """Lets a model compute in 16 bits.
+
+    Meant to be entered by a training step while it is traced, or on every
+    step in eager mode. Entering again for the same model is counted, in any
+    order and from any thread: replicas trace a step in turns.
+
+    Within, calling the model raises a `ValueError` that names the layer if
+    ids would be rounded, or if a layer's own code mixes dtypes.
+
+    Args:
+        model: A model with float32 layers. Layers that compute in 16 bits
+            already stay as they are.
+        option: What to compute in, and which layers to leave out; with a
+            layer, its sublayers are left out.
+
+    Raises:
+        ValueError: If a layer is float64 or quantized, if `exclude` names no
+            layer of the model, or if another option is applied to the model.
+            Nothing has been changed then.
+    """
+    with _lock:
+        entry = _entries.get(model)
+        if entry is None:
+            entry = _entries[model] = _Entry(model, option)
+        elif entry.option != option:
+            raise ValueError(
+                "`mixed_precision` must be the same for all steps of a model "
+                f"that run at one time. Received: {option} while "
+                f"{entry.option} is applied to model '{model.name}'"
+            )
+        entry.count += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            entry.count -= 1
+            if not entry.count:
+                del _entries[model]
+                entry.undo(model)
+
+
+class _Policy(keras.DTypePolicy):
+    """A layer's policy for the time being.
+
+    Attributes:
+        replaced: The policy that comes back.
+        entry: Who put this one in its place.
+    """
+
+    def __init__(self, name, replaced, entry):
+        super().__init__(name)
+        self.replaced = replaced
+        self.entry = entry
+
+    def convert_input(self, x, autocast, dtype):
+        if dtype == "float32":
+            # A layer that is left out sees its inputs before the rounding.
+            return super().convert_input(guards.exact(x), autocast, dtype)
+        converted = super().convert_input(x, autocast, dtype)
+        guards.mark_rounded(converted, x)
+        return converted
+
+
+class _Entry:
+    """What is changed in one model, and how to undo it."""
+
+    def __init__(self, model, option):
+        self.option = option
+        self.count = 0
+        self._changes = contextlib.ExitStack()
+        layers = all_layers(model)
+        excluded = _excluded(layers, option)
+        _refuse_other_policies(layers, excluded)
+        for layer in layers:
+            if layer.compute_dtype == "float32":
+                self._replace_policy(layer, layer in excluded)
+            if layer is model or guards.concern(layer):
+                call = guards.guarded(layer, layer.call, option)
+                self._changes.enter_context(attribute(layer, "call", call))
+
+    def _replace_policy(self, layer, excluded):
+        name = "float32" if excluded else f"mixed_{self.option.dtype}"
+        # Past the public setter, which edits a `DTypePolicyMap` that layers
+        # may share: the order and the patterns of its keys would be lost.
+        policy = _Policy(name, layer._dtype_policy, self)
+        change = attribute(layer, "_dtype_policy", policy)
+        self._changes.enter_context(change)
+
+    def undo(self, model):
+        self._changes.close()
+        # A layer that was made meanwhile may have taken the policy of the
+        # layer around it, as those inside `MultiHeadAttention` do.
+        for layer in all_layers(model):
+            policy = layer._dtype_policy
+            if isinstance(policy, _Policy) and policy.entry is self:
+                object.__setattr__(layer, "_dtype_policy", policy.replaced)
+
+
+def _excluded(layers, option) -> set:
+    names = {layer.name for layer in layers}
+    for name in option.exclude:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0)
+            raise ValueError(
+                "`exclude` must name layers of the model. "
+                f"Did you mean {near[0]!r}? Received: {name!r}"
+            )
+    chosen = [
+        layer
+        for layer in layers
+        if layer.name in option.exclude or isinstance(layer, _FLOAT32_ANYWAY)
+    ]
+    return {inner for layer in chosen for inner in all_layers(layer)}
+
+
+def _refuse_other_policies(layers, excluded):
+    refused = [
+        f"'{layer.name}' ({layer.quantization_mode or layer.compute_dtype})"
+        for layer in layers
+        if layer not in excluded
+        and (layer.quantization_mode or layer.compute_dtype == "float64")
+    ]
+    if refused:
+        raise ValueError(
+            "`mixed_precision` needs float32 layers; leave the others out "
+            "with `kmem.MixedPrecision(..., exclude=(...))`. Received: "
+            + ", ".join(refused)
+        )
