@@ -175,10 +175,12 @@ def quiet_keras():
 @pytest.fixture
 def no_memory_limit():
     """The limit that a text sets is lifted after it."""
-    import kmem
+    from kmem import memory
+    from kmem import native
 
     yield
-    kmem.memory.limit(None)
+    if native.is_registered():
+        memory.limit(None, device="CPU")
 
 
 @pytest.mark.parametrize("path", markdown_files(), ids=markdown_name)
