@@ -1,0 +1,141 @@
+"""The `kmem` command.
+
+One function a command, registered in `_parser`. What only one command needs is
+imported by that command.
+"""
+
+import argparse
+import importlib
+import sys
+
+# Commands that live in a module of their own, which provides
+# `add_arguments(parser)` and `run(args) -> int`.
+_MODULES = {
+    "demo": (
+        "kmem.demo",
+        "Train the same model with and without kmem, and compare.",
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code.
+
+    0: it worked. 1: it did not, and standard error says why. 2: the command
+    line is wrong.
+    """
+    parser = _parser(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"kmem {args.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kmem",
+        description="Train Keras models in less memory.",
+        epilog="Example: kmem info",
+    )
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND"
+    )
+
+    info = commands.add_parser(
+        "info",
+        help="Show versions, devices and the state of the native library.",
+        description="Show versions, devices and the state of the native "
+        "library: what a bug report needs.",
+        epilog="Example: kmem info",
+    )
+    info.set_defaults(run=_info)
+
+    build = commands.add_parser(
+        "build",
+        help="Compile the native library now rather than on first use.",
+        description="Compile the native library now rather than on first "
+        "use. It needs a C++ compiler: $CXX, g++ or clang++.",
+        epilog="Example: kmem build --force",
+    )
+    build.add_argument(
+        "--force",
+        action="store_true",
+        help="Compile even if that has been done.",
+    )
+    build.set_defaults(run=_build)
+
+    for name, (module, text) in _MODULES.items():
+        command = commands.add_parser(name, help=text, description=text)
+        # Such a module is imported only when its command is asked for.
+        if argv[:1] == [name]:
+            implementation = importlib.import_module(module)
+            implementation.add_arguments(command)
+            command.set_defaults(run=implementation.run)
+    return parser
+
+
+def _build(args: argparse.Namespace) -> int:
+    from kmem import native
+
+    was_built = native.find_library() is not None
+    path = native.build(force=args.force)
+    print("already built:" if was_built and not args.force else "built:", path)
+    return 0
+
+
+def _info(args: argparse.Namespace) -> int:
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from kmem import native
+    from kmem import versions
+
+    rows = [
+        ("kmem", versions.__version__),
+        ("TensorFlow", tf.__version__),
+        ("Keras", keras.__version__),
+        ("NumPy", np.__version__),
+        ("Python", sys.version.split()[0]),
+        ("devices", ", ".join(_devices())),
+        ("compiler", " ".join(native.find_compiler() or ["none found"])),
+        ("cache folder", native.cache_folder()),
+        ("native library", _library()),
+        ("allocator", _allocator()),
+    ]
+    for name, value in rows:
+        print(f"{name:<15} {value}")
+    return 0
+
+
+def _devices() -> list[str]:
+    import tensorflow as tf
+
+    return [
+        device.name.removeprefix("/physical_device:")
+        for device in tf.config.list_physical_devices()
+    ]
+
+
+def _library() -> str:
+    from kmem import native
+
+    try:
+        return str(native.find_library() or "not built (run `kmem build`)")
+    except native.NativeLibraryError as error:
+        return str(error)
+
+
+def _allocator() -> str:
+    from kmem import native
+
+    if not native.is_registered():
+        return "TensorFlow's own"
+    return "kmem's: kmem.memory counts and limits the CPU's memory"
