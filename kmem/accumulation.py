@@ -29,7 +29,7 @@ class Updater:
         self._optimizer = optimizer
         self._steps = steps
         self._strategy = strategy
-        self._variables: list | None = None
+        self._variables: list = []
         self._sums: dict[str, list] | None = None
         self._denominators: dict[str, tf.Variable] = {}
         self._num_pending: tf.Variable | None = None
@@ -152,7 +152,7 @@ class Updater:
 
         def make(strategy):
             with tf.init_scope(), strategy.scope():
-                if not self._optimizer.built and batch.variables is not None:
+                if not self._optimizer.built:
                     with keras.name_scope(self._optimizer.name):
                         self._optimizer.build(batch.variables)
                 self._sums = {

@@ -17,20 +17,33 @@ class LossReached(BaseException):
     """Ends a step early, once its loss is known; see `capturing`."""
 
 
+class DiscardedState(keras.StatelessScope):
+    """A scope in which every assignment to a Keras variable is lost.
+
+    Unlike its base, it lets a read see the variable itself, so that gradients
+    reach it and regularizers find a value. `_value` is private in Keras, and
+    used nowhere else; tests/test_capture.py fails if it moves.
+    """
+
+    def get_current_value(self, variable):
+        value = super().get_current_value(variable)
+        return variable._value if value is None else value
+
+
 class Update:
     """What a step handed to its optimizer.
 
     Attributes:
         gradients: A list of tensors, `IndexedSlices` or `None`; itself `None`
             if the step made no update.
-        variables: The variables they belong to, or `None` if not given.
+        variables: The variables they belong to.
         sums_rows: Whether the loss was one value a row: differentiating that
             means summing it.
     """
 
     def __init__(self):
         self.gradients: list | None = None
-        self.variables: list | None = None
+        self.variables: list = []
         self.sums_rows = False
 
 
@@ -72,8 +85,12 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
         if update.gradients is not None:
             _refuse_second_update(model)
         update.gradients = list(grads)
-        if trainable_variables is not None:
-            update.variables = list(trainable_variables)
+        # Without them, Keras means those that the optimizer was built with.
+        update.variables = list(
+            model.trainable_variables
+            if trainable_variables is None
+            else trainable_variables
+        )
 
     def scale(loss):
         if until_loss:

@@ -29,13 +29,13 @@ class BatchGradient:
             holds tensors, or `None` where there is no gradient. Empty if the
             step made no update.
         denominators: `{group: float64 scalar}`, what each was divided by.
-        variables: The variables, or `None` if the step named none.
+        variables: The variables they belong to.
         logs: What the step returned, of the whole batch.
     """
 
     gradients: dict[str, list]
     denominators: dict[str, tf.Tensor]
-    variables: list | None
+    variables: list
     logs: Any
 
 
@@ -60,6 +60,7 @@ class GradientStep:
         self._num_parts = num_parts
         self._by_group = by_group
         self._loss: _Loss | None = None
+        self._part: _Part | None = None
 
     def __call__(self, data) -> BatchGradient:
         parts = Parts(data, self._num_parts)
@@ -68,19 +69,10 @@ class GradientStep:
             totals = self._count_denominators(parts)
         if self._by_group and self._loss is not None:
             base, apart = self._loss.split()
-        first: _Part | None = None
-
-        def run(data, rows):
-            nonlocal first
-            part = self._run(data, rows, parts.rows, totals, apart)
-            first = first or part
-            return part.tensors()
-
-        sums = parts.sum(run)
-        if first is None:
-            raise RuntimeError("A batch has at least one part.")
-        gradients, logs = first.unpack(sums)
-        if first.sums_rows:
+        sums = self._sum_tensors(parts, totals, apart)
+        part = self._part
+        gradients, logs = part.unpack(sums)
+        if part.sums_rows:
             base = SUM
         totals[ROWS] = tf.cast(parts.rows, tf.float64)
         totals[SUM] = tf.ones([], tf.float64)
@@ -88,8 +80,33 @@ class GradientStep:
         return BatchGradient(
             gradients=by_group,
             denominators={group: totals[group] for group in by_group},
-            variables=first.variables,
+            variables=part.variables,
             logs=logs,
+        )
+
+    def _sum_tensors(self, parts: Parts, totals, apart) -> list[tf.Tensor]:
+        """Runs the step on every part; its tensors, added up."""
+
+        def run(data, rows, batch_rows, totals):
+            self._part = self._run(data, rows, batch_rows, totals, apart)
+            return self._part.tensors()
+
+        outputs = None
+        if self._num_parts > 1 and not tf.executing_eagerly():
+            # Traced once, for all parts and before the loop needs its types.
+            run = tf.function(run, autograph=False).get_concrete_function(
+                parts.spec,
+                tf.TensorSpec([], tf.int32),
+                tf.TensorSpec([], tf.int32),
+                {group: tf.TensorSpec([], tf.float64) for group in totals},
+            )
+            # A loop over all parts: outside of one, threads run a part's
+            # gradients in an order that keeps them all. XLA has an order of
+            # its own, and needs the odd part outside for its fixed shapes.
+            if not self._model.jit_compile:
+                outputs = run.structured_outputs
+        return parts.sum(
+            lambda data, rows: run(data, rows, parts.rows, totals), outputs
         )
 
     def _run(self, data, rows, batch_rows, totals, apart) -> "_Part":
@@ -101,7 +118,7 @@ class GradientStep:
         for group in apart:
             terms = LossTerms(share if split else None, totals, dropped=group)
             with (
-                keras.StatelessScope(),
+                capture.DiscardedState(),
                 recording(terms),
                 capture.capturing(self._model, self._optimizer) as update,
             ):
@@ -123,24 +140,43 @@ class GradientStep:
         leads to the denominators is run of it (a mask, a sum of weights), and
         in eager mode it is left out once it is known to count nothing.
         """
-        if tf.executing_eagerly():
-            if self._loss is not None and not self._loss.counted:
-                return {}
-            count = self._count
-        else:
-            with tf.init_scope():
-                count = tf.function(
-                    self._count, autograph=False
-                ).get_concrete_function(parts.spec)
-            if not self._loss.counted:
-                return {}
+        self._build(parts)
+        count = self._count
+        if not tf.executing_eagerly():
+            count = tf.function(count, autograph=False).get_concrete_function(
+                parts.spec
+            )
+        if self._loss is not None and not self._loss.counted:
+            return {}
         totals = parts.sum(lambda data, rows: count(data))
         return dict(zip(self._loss.counted, totals, strict=True))
+
+    def _build(self, parts: Parts) -> None:
+        """Creates the variables of a model that was never called.
+
+        Tracing is enough, and runs nothing. Keras does the same, but for
+        every step: a variable has to exist before a loop that reads it.
+        """
+        model = self._model
+        if all(layer.built for layer in model._flatten_layers()):
+            return
+
+        def step(data):
+            with capture.capturing(model, self._optimizer, until_loss=True):
+                self._train_step(data)
+
+        def trace(data):
+            try:
+                step(data)
+            except capture.LossReached:
+                pass
+
+        tf.function(trace, autograph=False).get_concrete_function(parts.spec)
 
     def _count(self, data) -> list[tf.Tensor]:
         model = self._model
         terms = LossTerms()
-        with keras.StatelessScope(), recording(terms):
+        with capture.DiscardedState(), recording(terms):
             try:
                 with capture.capturing(model, self._optimizer, until_loss=True):
                     self._train_step(data)
@@ -215,7 +251,10 @@ class _Part:
         # Rows that occur in several addends add up, so no `IndexedSlices`.
         dense = split or len(updates) > 1
         self._gradients = [
-            [_weighted(g, gradient_weight, dense) for g in update.gradients]
+            [
+                _weighted(g, v.shape, gradient_weight, dense)
+                for g, v in zip(update.gradients, update.variables, strict=True)
+            ]
             for update in updates
             if update.gradients is not None
         ]
@@ -245,10 +284,11 @@ class _Part:
         return gradients, keras.tree.map_structure(whole, self._logs)
 
 
-def _weighted(gradient, weight, dense: bool):
+def _weighted(gradient, shape, weight, dense: bool):
     if gradient is None or not dense:
         return gradient
     gradient = tf.convert_to_tensor(gradient)
+    gradient = tf.ensure_shape(gradient, shape)
     if weight is None:
         return gradient
     return gradient * tf.cast(weight, gradient.dtype)

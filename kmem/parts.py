@@ -4,7 +4,6 @@ The first part takes the remainder, such that all others have one size: XLA
 needs fixed shapes, and the loop is traced once whatever the number of parts.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -40,40 +39,50 @@ class Parts:
         """The type of a part: the batch's, for any number of rows."""
         return keras.tree.map_structure(_part_spec, self._data)
 
-    def sum(
-        self, function: Callable[[Any, tf.Tensor], list[tf.Tensor]]
-    ) -> list[tf.Tensor]:
-        """Adds up `function(data, rows)` over the parts, one after another.
+    def sum(self, function, outputs=None) -> list[tf.Tensor]:
+        """Adds up `function(part, rows)` over the parts, one after another.
 
         Args:
             function: Takes a part and its rows, gives a list of tensors whose
                 shapes do not depend on the rows.
+            outputs: What `function` gives: tensors of its shapes and dtypes.
+                `None` takes them from the first part, which then is outside
+                of the loop.
 
         Returns:
             The list of the sums.
         """
         if self._count == 1:
             return function(self._data, self.rows)
-        size = self._size
-        total = function(self._slice(0, self._first_size), self._first_size)
 
-        def start(index):
-            return self._first_size + (index - 1) * size
-
-        def add(index, total):
-            part = function(self._slice(start(index), size), size)
+        def add(index, total, size):
+            start = self._first_size + (index - 1) * self._size
+            start = tf.maximum(start, 0)
+            part = function(self._slice(start, size), size)
             return [a + b for a, b in zip(total, part, strict=True)]
 
+        if outputs is None:
+            part = self._slice(0, self._first_size)
+            total, index = function(part, self._first_size), 1
+        else:
+            total, index = [tf.zeros(t.shape, t.dtype) for t in outputs], 0
         if tf.executing_eagerly():
             for index in range(1, int(self._num_parts)):
-                total = add(index, total)
+                total = add(index, total, self._size)
             return total
-        # The loop's body waits for its index, hence for the whole first part.
+
+        def body(index, total):
+            size = self._size
+            if outputs is not None:
+                size = tf.where(index == 0, self._first_size, size)
+            return index + 1, add(index, total, size)
+
+        # The loop's body waits for its index, hence for a first part outside.
         with tf.control_dependencies(total):
-            index = tf.ones([], tf.int32)
+            index = tf.constant(index)
         _, total = tf.while_loop(
             lambda index, total: index < self._num_parts,
-            lambda index, total: (index + 1, add(index, total)),
+            body,
             (index, total),
             parallel_iterations=1,
         )

@@ -1,0 +1,155 @@
+"""A group of batches trains like the one batch that it makes together.
+
+The same models as in test_microbatch, with the same tolerances. Batches of 7
+in groups of 3 are batches of 21, and the last group of an epoch has 10 rows.
+"""
+
+import cases
+import keras
+import numpy as np
+import pytest
+from reference import relative_error
+from reference import train
+
+import kmem
+
+GROUPED = {"batch_size": 7, "gradient_accumulation_steps": 3}
+WHOLE = {"batch_size": 21}
+
+
+@pytest.mark.parametrize("name", cases.ALL)
+def test_a_group_of_batches_trains_like_one_batch(name):
+    whole, _ = train(cases.ALL[name], **WHOLE)
+    groups, _ = train(cases.ALL[name], **GROUPED)
+
+    assert relative_error(groups, whole) < 1e-12
+
+
+@pytest.mark.parametrize("name", cases.FEW)
+@pytest.mark.parametrize("mode", cases.MODES)
+def test_a_group_trains_like_one_batch_in_every_mode(name, mode):
+    compiled = cases.MODES[mode]
+    whole, _ = train(cases.ALL[name], compile_options=compiled, **WHOLE)
+    groups, _ = train(cases.ALL[name], compile_options=compiled, **GROUPED)
+
+    assert relative_error(groups, whole) < 1e-12
+
+
+@pytest.mark.parametrize("name", cases.FEW)
+def test_parts_of_batches_in_groups_multiply(name):
+    whole, _ = train(cases.ALL[name], **WHOLE)
+    groups, _ = train(cases.ALL[name], **GROUPED, microbatches=2)
+
+    assert relative_error(groups, whole) < 1e-12
+
+
+def test_a_group_trains_like_one_batch_in_float32():
+    whole, _ = train(cases.plain, "float32", **WHOLE)
+    groups, _ = train(cases.plain, "float32", **GROUPED)
+
+    assert relative_error(groups, whole) < 1e-6
+
+
+def test_several_steps_in_one_execution_fill_groups_alike():
+    def case():
+        return cases.dense(steps_per_execution=2), cases.regression()
+
+    whole, _ = train(cases.plain, **WHOLE)
+    groups, _ = train(case, **GROUPED)
+
+    assert relative_error(groups, whole) < 1e-12
+
+
+def test_validation_sees_the_last_group_applied():
+    def case():
+        model, arguments = cases.plain()
+        data = (arguments["x"], arguments["y"])
+        return model, arguments | {"validation_data": data}
+
+    _, whole = train(case, **WHOLE)
+    _, groups = train(case, **GROUPED)
+
+    np.testing.assert_allclose(
+        groups["val_loss"], whole["val_loss"], rtol=1e-12
+    )
+
+
+def test_checkpoints_hold_the_last_group(tmp_path):
+    path = tmp_path / "end_of_epoch.weights.h5"
+    checkpoint = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+    whole, _ = train(cases.plain, **WHOLE)
+    train(cases.plain, **GROUPED, callbacks=[checkpoint])
+
+    restored, _ = cases.plain()
+    restored.load_weights(path)
+
+    for a, b in zip(restored.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_an_interrupted_run_that_is_resumed_equals_an_uninterrupted_one(
+    tmp_path,
+):
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.optimizer.iterations.numpy() == 4:
+                raise KeyboardInterrupt
+
+    def case():
+        model, arguments = cases.dense(), cases.regression()
+        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+        return model, arguments | {"callbacks": [backup], "epochs": 4}
+
+    def interrupted():
+        model, arguments = case()
+        arguments["callbacks"].append(Interrupt())
+        return model, arguments
+
+    want, _ = train(cases.plain, "float32", **GROUPED, epochs=4)
+    with pytest.raises(KeyboardInterrupt):
+        train(interrupted, "float32", **GROUPED)
+    resumed, _ = train(case, "float32", **GROUPED)
+
+    assert relative_error(resumed, want) == 0
+
+
+def test_nothing_of_an_unfinished_group_leaks_into_the_next_fit():
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    def case():
+        model, arguments = cases.plain()
+        with pytest.raises(KeyboardInterrupt):
+            kmem.wrap(model).fit(
+                **arguments | GROUPED, verbose=0, callbacks=[Stop()]
+            )
+        return model, arguments
+
+    want, _ = train(cases.plain, **GROUPED)
+    got, _ = train(case, **GROUPED)
+
+    assert relative_error(got, want) < 1e-12
+
+
+def test_train_on_batch_counts_its_calls():
+    model, arguments = cases.plain()
+    kmem.wrap(model).memory_options = kmem.MemoryOptions(
+        gradient_accumulation_steps=2
+    )
+
+    iterations = []
+    for start in range(0, 50, 10):
+        rows = slice(start, start + 10)
+        model.train_on_batch(arguments["x"][rows], arguments["y"][rows])
+        iterations.append(int(model.optimizer.iterations.numpy()))
+
+    assert iterations == [0, 1, 1, 2, 2]
+
+
+def test_accumulating_twice_is_refused():
+    model, arguments = cases.optimizer("adam")()
+    model.optimizer.gradient_accumulation_steps = 2
+
+    with pytest.raises(ValueError, match="by kmem or by the optimizer"):
+        kmem.wrap(model).fit(**arguments | GROUPED, verbose=0)
