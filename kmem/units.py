@@ -70,10 +70,8 @@ def format_size(num_bytes: float) -> str:
     `"2.50 GB"`."""
     if not math.isfinite(num_bytes):
         return str(num_bytes)
-    for unit in ("B", "KB", "MB", "GB"):
-        if abs(num_bytes) < 1000:
-            break
+    unit, *larger = ("B", "KB", "MB", "GB", "TB")
+    while larger and abs(num_bytes) >= 1000:
         num_bytes /= 1000
-    else:
-        unit = "TB"
+        unit, *larger = larger
     return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
