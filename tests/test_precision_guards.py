@@ -65,6 +65,7 @@ class OwnTable(layers.Layer):
 
 REACHED = {
     "subclassed": lambda: Embeds(lambda x: x),
+    "cast": lambda: Embeds(lambda x: tf.cast(x, "float32")),
     "in a layer": lambda: Embeds(
         lambda x: x, Within(layers.Embedding(5000, 2))
     ),
@@ -105,7 +106,6 @@ def in_a_loop(x):
 ROUNDED = {
     "sliced": lambda: Embeds(lambda x: x[:, 0]),
     "shifted": lambda: Embeds(lambda x: x + 1.0),
-    "cast up": lambda: Embeds(lambda x: tf.cast(x, "float32")),
     "sliced into functional": lambda: Embeds(
         lambda x: x[:, :1], functional_table((1,))
     ),
@@ -139,6 +139,39 @@ def test_ids_that_would_be_rounded_raise(name, mode, dtype):
             function(tf.constant(IDS, "float32"))
     assert is_plain(model)
     assert not guards._thread.running
+
+
+class Encodes(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.encode = layers.CategoryEncoding(5000, output_mode="one_hot")
+        self.bins = layers.Discretization([0.0, 2048.5, 4096.5])
+        self.lookup = layers.IntegerLookup(vocabulary=[1001, 2049, 4097, 257])
+        self.hashing = layers.Hashing(1000)
+
+    def call(self, inputs):
+        return (
+            tf.argmax(self.encode(inputs), axis=-1),
+            self.bins(inputs),
+            self.lookup(inputs),
+            self.hashing(inputs),
+        )
+
+
+@pytest.mark.parametrize("ids_dtype", ("int32", "float32"))
+@pytest.mark.parametrize("mode", ("eager", "graph"))
+def test_preprocessing_inside_a_model_sees_exact_ids(mode, ids_dtype):
+    model = Encodes()
+    ids = tf.constant(IDS, ids_dtype)
+    expected = model(ids)
+    function = model
+    if mode == "graph":
+        function = tf.function(model, autograph=False)
+    with precision.applied(model, MixedPrecision("bfloat16")):
+        result = function(ids)
+    for one, other in zip(result, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(result[0], IDS)
 
 
 @pytest.mark.parametrize("name", ("sliced", "in a loop", "own table, sliced"))

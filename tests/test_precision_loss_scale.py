@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 from precision_models import build_mlp
 from precision_models import compiled
+from precision_models import is_plain
 from precision_models import normal
 from precision_models import step_of
 
@@ -175,11 +176,19 @@ def test_a_model_without_optimizer_needs_no_scale():
     assert precision.loss_scaled(model, MixedPrecision("float16")) is None
 
 
-def test_an_unbuilt_model_is_refused():
+@pytest.mark.parametrize("mode", ("eager", "graph", "xla"))
+def test_a_model_may_be_built_by_its_first_step(mode):
     model = keras.Sequential([layers.Dense(3)])
-    model.compile("sgd", "mse")
-    with pytest.raises(ValueError, match="must be built before its loss"):
-        precision.loss_scaled(model, MixedPrecision("float16"))
+    model.compile(keras.optimizers.Adam(), "mse")
+    step = scaled_step(model, MixedPrecision("float16", 4.0), mode=mode)
+    data = tf.constant(normal(4, 6)), np.ones((4, 3), "float32")
+    step(data)
+    weights = model.get_weights()
+    step(data)
+    assert not any(map(np.array_equal, model.get_weights(), weights))
+    assert int(model.optimizer.iterations.numpy()) == 2
+    assert len(model.optimizer.variables) == 6
+    assert is_plain(model)
 
 
 @pytest.mark.parametrize("mode", ("eager", "graph", "xla"))

@@ -51,12 +51,6 @@ _warned: "weakref.WeakSet[keras.layers.Layer]" = weakref.WeakSet()
 _thread = threading.local()
 
 
-def exact(x):
-    """Returns the tensor that `x` was rounded from, if it is known."""
-    original = getattr(x, _ROUNDED_FROM, _unknown)()
-    return x if original is None else original
-
-
 def mark_rounded(converted, x) -> None:
     """Notes that `converted` is `x`, or `x` rounded to 16 bits."""
     if converted is not x and tf.is_tensor(x):
@@ -79,15 +73,17 @@ def concern(layer) -> bool:
     return _is_custom(layer) or _takes_exact(layer)
 
 
-def guarded(layer, call, option):
-    """Returns a layer's `call` with exact inputs and errors that name it."""
-    takes_exact, is_custom = _takes_exact(layer), _is_custom(layer)
+def guarded(layer, option, left_out: bool):
+    """Returns the layer's `call` with exact inputs and errors that name it."""
+    call = layer.call
+    takes_exact = left_out or _takes_exact(layer)
+    is_custom = _is_custom(layer)
 
     @functools.wraps(call)
     def guarded_call(*args, **kwargs):
         if takes_exact:
-            args = keras.tree.map_structure(exact, args)
-            kwargs = keras.tree.map_structure(exact, kwargs)
+            args = keras.tree.map_structure(_exact, args)
+            kwargs = keras.tree.map_structure(_exact, kwargs)
         try:
             with _watching(layer):
                 outputs = call(*args, **kwargs)
@@ -114,6 +110,11 @@ def _takes_exact(layer) -> bool:
     if isinstance(layer, keras.Model):
         return not _is_custom(layer)
     return isinstance(layer, _TAKE_IDS)
+
+
+def _exact(x):
+    original = getattr(x, _ROUNDED_FROM, _unknown)()
+    return x if original is None else original
 
 
 def _unknown():
@@ -210,6 +211,10 @@ def _watch(op_type, inputs, attrs, outputs, op_name=None, graph=None):
         if rounded or (strict and inputs[0].dtype.name in _SIXTEEN_BITS):
             raise _rounded_ids(layer, inputs[0])
     if rounded:
+        # A second cast changes nothing about where a tensor comes from.
+        origin = _unknown
+        if op_type == "Cast":
+            origin = getattr(inputs[0], _ROUNDED_FROM)
         for tensor in outputs:
             if tensor.dtype.is_floating or tensor.dtype == tf.variant:
-                setattr(tensor, _ROUNDED_FROM, _unknown)
+                setattr(tensor, _ROUNDED_FROM, origin)

@@ -31,12 +31,10 @@ def loss_scaled(model: keras.Model, option: MixedPrecision):
     The inner optimizer keeps its variables and their values.
 
     Args:
-        model: A compiled model that is built.
+        model: A compiled model. If it is not built yet, its own optimizer
+            is built at the first update, as in Keras.
         option: With `"float16"` the loss is scaled, unless the model's
             optimizer does so itself.
-
-    Raises:
-        ValueError: If the loss is to be scaled and the model is not built.
     """
     inner = model.optimizer
     if (
@@ -47,16 +45,11 @@ def loss_scaled(model: keras.Model, option: MixedPrecision):
         or inner.loss_scale_factor is not None
     ):
         return inner
-    if not model.built:
-        raise ValueError(
-            "The model must be built before its loss can be scaled. Call it "
-            f"on a batch first. Received: model={model.name}"
-        )
     # Lifted out of a graph that may be in the making: the variables must
     # outlive it.
     with tf.init_scope(), model.distribute_strategy.scope():
-        variables = model.trainable_variables
-        if not inner.built:
+        variables = model.trainable_variables if model.built else []
+        if variables and not inner.built:
             inner.build(variables)
         wrapper = _LossScaleOptimizer(
             inner, option.initial_scale, option.dynamic_growth_steps
@@ -95,6 +88,13 @@ class _LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def apply(self, grads, trainable_variables=None):
         grads = list(grads)
+        inner = self.inner_optimizer
+        if trainable_variables is None:
+            trainable_variables = inner._trainable_variables
+        elif not inner.built:
+            # Here, as the update is in the branch of a `tf.cond`.
+            trainable_variables = list(trainable_variables)
+            inner.build(trainable_variables)
         replica = tf.distribute.get_replica_context()
         if replica is not None and replica.num_replicas_in_sync > 1:
             finite: Any = self.check_finite(grads)

@@ -24,9 +24,14 @@ _lock = threading.RLock()
 _entries: "weakref.WeakKeyDictionary[keras.Model, _Entry]" = (
     weakref.WeakKeyDictionary()
 )
-# Its statistics are float32 tensors, to which its result is promoted. Rounding
-# the input would only lose what it is there to keep: (10001 - 10000) / 1.
-_FLOAT32_ANYWAY = keras.layers.Normalization
+# Inside a graph Keras casts what these are given, integers as well, to what
+# they compute in: values and ids would be rounded. What they give is float32
+# in any policy.
+_FLOAT32_ANYWAY = (
+    keras.layers.CategoryEncoding,
+    keras.layers.Discretization,
+    keras.layers.Normalization,
+)
 
 
 @contextlib.contextmanager
@@ -80,15 +85,12 @@ class _Policy(keras.DTypePolicy):
         entry: Who put this one in its place.
     """
 
-    def __init__(self, name, replaced, entry):
-        super().__init__(name)
+    def __init__(self, dtype, replaced, entry):
+        super().__init__(f"mixed_{dtype}")
         self.replaced = replaced
         self.entry = entry
 
     def convert_input(self, x, autocast, dtype):
-        if dtype == "float32":
-            # A layer that is left out sees its inputs before the rounding.
-            return super().convert_input(guards.exact(x), autocast, dtype)
         converted = super().convert_input(x, autocast, dtype)
         guards.mark_rounded(converted, x)
         return converted
@@ -105,17 +107,17 @@ class _Entry:
         excluded = _excluded(layers, option)
         _refuse_other_policies(layers, excluded)
         for layer in layers:
-            if layer.compute_dtype == "float32":
-                self._replace_policy(layer, layer in excluded)
-            if layer is model or guards.concern(layer):
-                call = guards.guarded(layer, layer.call, option)
+            left_out = layer in excluded
+            if layer.compute_dtype == "float32" and not left_out:
+                self._replace_policy(layer)
+            if layer is model or left_out or guards.concern(layer):
+                call = guards.guarded(layer, option, left_out)
                 self._changes.enter_context(attribute(layer, "call", call))
 
-    def _replace_policy(self, layer, excluded):
-        name = "float32" if excluded else f"mixed_{self.option.dtype}"
+    def _replace_policy(self, layer):
         # Past the public setter, which edits a `DTypePolicyMap` that layers
         # may share: the order and the patterns of its keys would be lost.
-        policy = _Policy(name, layer._dtype_policy, self)
+        policy = _Policy(self.option.dtype, layer._dtype_policy, self)
         change = attribute(layer, "_dtype_policy", policy)
         self._changes.enter_context(change)
 
