@@ -47,9 +47,10 @@ class Updater:
             return
         if self._sums is None:
             self._make_accumulators(batch)
-        for group, gradients in batch.gradients.items():
+        for group in batch.gradients:
+            gradients = _times_denominator(batch, group)
             for total, gradient in zip(
-                self._sums[group], _times_denominator(batch, group), strict=True
+                self._sums[group], gradients, strict=True
             ):
                 if total is not None:
                     total.assign_add(gradient)
@@ -69,7 +70,10 @@ class Updater:
         self._flush()
 
     def _apply_batch(self, batch: BatchGradient) -> None:
-        if self._strategy.num_replicas_in_sync == 1 and len(batch.gradients) == 1:
+        if (
+            self._strategy.num_replicas_in_sync == 1
+            and len(batch.gradients) == 1
+        ):
             (gradients,) = batch.gradients.values()
             self._optimizer.apply(gradients, batch.variables)
             return
@@ -124,11 +128,13 @@ class Updater:
             for group, total in zip(groups, tf.unstack(totals), strict=True)
         }
         mean = [
-            _add_up([
-                gradient * tf.cast(factors[group], gradient.dtype)
-                for group, gradient in zip(groups, of_variable, strict=True)
-                if gradient is not None
-            ])
+            _add_up(
+                [
+                    gradient * tf.cast(factors[group], gradient.dtype)
+                    for group, gradient in zip(groups, of_variable, strict=True)
+                    if gradient is not None
+                ]
+            )
             for of_variable in zip(*sums.values(), strict=True)
         ]
         with contextlib.ExitStack() as stack:
@@ -157,8 +163,8 @@ class Updater:
                         self._optimizer.build(batch.variables)
                 self._sums = {
                     group: [
-                        None if g is None else zeros(g.shape, g.dtype)
-                        for g in gradients
+                        None if g is None else zeros(v.shape, g.dtype)
+                        for g, v in zip(gradients, batch.variables, strict=True)
                     ]
                     for group, gradients in batch.gradients.items()
                 }

@@ -7,6 +7,7 @@ the model, its optimizer and its metrics are as they were.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import keras
@@ -24,6 +25,9 @@ class DiscardedState(keras.StatelessScope):
     reach it and regularizers find a value. `_value` is private in Keras, and
     used nowhere else; tests/test_capture.py fails if it moves.
     """
+
+    def __init__(self):
+        super().__init__(collect_losses=True)
 
     def get_current_value(self, variable):
         value = super().get_current_value(variable)
@@ -136,10 +140,8 @@ def metrics_of_part(model, share) -> Iterator[dict[int, tuple]]:
             value = compute()
             leaves = keras.tree.flatten(value)
             for position, leaf in enumerate(leaves):
-                results[id(leaf)] = (
-                    leaf,
-                    lambda: keras.tree.flatten(compute())[position],
-                )
+                anew = functools.partial(_nth_leaf, compute, position)
+                results[id(leaf)] = (leaf, anew)
             return value
 
         return result
@@ -163,6 +165,10 @@ def metrics_of_part(model, share) -> Iterator[dict[int, tuple]]:
                 update = weighted_update(metric)
                 stack.enter_context(attribute(metric, "update_state", update))
         yield results
+
+
+def _nth_leaf(function, position: int):
+    return keras.tree.flatten(function())[position]
 
 
 def _optimizers(model) -> Iterator[keras.optimizers.Optimizer]:
