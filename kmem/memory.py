@@ -30,9 +30,15 @@ _DEVICE = re.compile(r"/?(?:device:)?(CPU|GPU)(?::(\d+))?", re.IGNORECASE)
 def limit(size: int | str | None, device: str | None = None) -> None:
     """Limits the memory that TensorFlow may use on a device.
 
-    On the CPU the limit holds at once and can be changed at any time. On a
-    GPU it is the memory limit of TensorFlow's logical device, in whole MiB,
-    and must be set before the first TensorFlow operation.
+    On the CPU the limit holds at once and can be changed at any time. What
+    TensorFlow cannot report as an error is granted even above it: data that
+    comes from Python, NumPy or an input pipeline, and what some oneDNN kernels
+    (convolution, batch normalization) allocate. It is counted, and the next
+    operation that needs memory is refused: for such a kernel in any case,
+    for data if it does not fit.
+
+    On a GPU it is the memory limit of TensorFlow's logical device, in whole
+    MiB, and must be set before the first TensorFlow operation.
 
     Args:
         size: Bytes (an integer), a string such as `"500MB"`, `"5GB"` (powers

@@ -1,6 +1,6 @@
 // The budget: how many bytes are live, the most there have been, and the most
 // there may be. Exact under concurrency: bytes are reserved before they are
-// allocated, so the limit is never crossed, not even for a moment.
+// allocated, so `Reserve` never crosses the limit, not even for a moment.
 //
 // Every operation on the allocation path is a few relaxed atomics. Relaxed is
 // enough because no other memory is published through these counters.
@@ -28,21 +28,29 @@ class Budget {
     int64_t before = in_use_.load(std::memory_order_relaxed);
     do {
       // Not `before + bytes > limit`: that sum could overflow.
-      if (bytes > limit - before) {
-        refused_.store(bytes, std::memory_order_relaxed);
-        return false;
-      }
+      if (bytes > limit - before) return false;
     } while (!in_use_.compare_exchange_weak(before, before + bytes,
                                             std::memory_order_relaxed));
-    const int64_t now = before + bytes;
-    Raise(peak_, now);
-    for (uint64_t open = open_.load(std::memory_order_relaxed); open != 0;
-         open &= open - 1) {
-      Raise(watermarks_[__builtin_ctzll(open)], now);
-    }
-    Raise(largest_, bytes);
-    num_allocations_.fetch_add(1, std::memory_order_relaxed);
+    Count(bytes, before + bytes);
     return true;
+  }
+
+  // Reserves `bytes` in any case, for a caller that cannot be refused. With
+  // `owed`, the next one that can be should be: see `owes`.
+  void ReserveAboveLimit(int64_t bytes, bool owed) {
+    const int64_t before =
+        in_use_.fetch_add(bytes, std::memory_order_relaxed);
+    Count(bytes, before + bytes);
+    if (owed) owes_.store(true, std::memory_order_relaxed);
+  }
+
+  // Whether an error is still due for bytes above the limit.
+  bool owes() const { return owes_.load(std::memory_order_relaxed); }
+
+  // To be called when a request is refused.
+  void Refuse(int64_t bytes) {
+    refused_.store(bytes, std::memory_order_relaxed);
+    owes_.store(false, std::memory_order_relaxed);
   }
 
   void Release(int64_t bytes) {
@@ -52,7 +60,10 @@ class Budget {
   // Returns false, and changes nothing, if more than `limit` is in use.
   bool SetLimit(int64_t limit) {
     const int64_t before = limit_.exchange(limit);
-    if (in_use_.load() <= limit) return true;
+    if (in_use_.load() <= limit) {
+      owes_.store(false);
+      return true;
+    }
     limit_.store(before);
     return false;
   }
@@ -95,6 +106,16 @@ class Budget {
   int64_t refused() const { return refused_.load(std::memory_order_relaxed); }
 
  private:
+  void Count(int64_t bytes, int64_t now) {
+    Raise(peak_, now);
+    for (uint64_t open = open_.load(std::memory_order_relaxed); open != 0;
+         open &= open - 1) {
+      Raise(watermarks_[__builtin_ctzll(open)], now);
+    }
+    Raise(largest_, bytes);
+    num_allocations_.fetch_add(1, std::memory_order_relaxed);
+  }
+
   static void Raise(std::atomic<int64_t>& mark, int64_t value) {
     int64_t seen = mark.load(std::memory_order_relaxed);
     while (seen < value && !mark.compare_exchange_weak(
@@ -108,6 +129,7 @@ class Budget {
   std::atomic<int64_t> largest_{0};
   std::atomic<int64_t> num_allocations_{0};
   std::atomic<int64_t> refused_{0};
+  std::atomic<bool> owes_{false};
   std::mutex watermarks_mutex_;  // Not for allocating: they only read.
   std::atomic<uint64_t> open_{0};  // One bit for each open watermark.
   std::atomic<int64_t> watermarks_[kNumWatermarks] = {};

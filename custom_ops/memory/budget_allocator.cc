@@ -50,9 +50,35 @@ std::string BudgetAllocator::Name() {
 }
 
 void* BudgetAllocator::AllocateRaw(size_t alignment, size_t num_bytes) {
+  return Allocate(alignment, num_bytes, Attributes::kNone);
+}
+
+void* BudgetAllocator::AllocateRaw(
+    size_t alignment, size_t num_bytes,
+    const tsl::AllocationAttributes& attributes) {
+  return Allocate(alignment, num_bytes,
+                  attributes.allocation_will_be_logged ? Attributes::kKernel
+                                                       : Attributes::kOther);
+}
+
+bool BudgetAllocator::Reserve(size_t bytes, Attributes attributes) {
+  const bool fits = budget_->Reserve(bytes);
+  if (fits && !budget_->owes()) return true;
+  const Caller caller = FindCaller(attributes);
+  if (caller == Caller::kNoticesFailure) {
+    if (fits) budget_->Release(bytes);
+    budget_->Refuse(bytes);
+    return false;
+  }
+  if (!fits) budget_->ReserveAboveLimit(bytes, caller == Caller::kOneDnn);
+  return true;
+}
+
+void* BudgetAllocator::Allocate(size_t alignment, size_t num_bytes,
+                                Attributes attributes) {
   if (num_bytes > kLargestRequest) return nullptr;
   const size_t counted = CountedBytes(num_bytes);
-  if (!budget_->Reserve(counted)) return nullptr;
+  if (!Reserve(counted, attributes)) return nullptr;
 
   // The header takes 16 of the bytes that are needed to align.
   alignment = std::max(alignment, kAlignment);
@@ -87,12 +113,13 @@ void BudgetAllocator::DeallocateRaw(void* ptr) {
   budget_->Release(counted);
 }
 
+// Both may be asked of a tensor whose allocation was refused.
 size_t BudgetAllocator::RequestedSize(const void* ptr) const {
-  return HeaderOf(ptr)->requested_bytes;
+  return ptr == nullptr ? 0 : HeaderOf(ptr)->requested_bytes;
 }
 
 size_t BudgetAllocator::AllocatedSize(const void* ptr) const {
-  return CountedBytes(HeaderOf(ptr)->requested_bytes);
+  return ptr == nullptr ? 0 : CountedBytes(HeaderOf(ptr)->requested_bytes);
 }
 
 std::optional<tsl::AllocatorStats> BudgetAllocator::GetStats() {

@@ -14,6 +14,7 @@
 #include <string>
 
 #include "budget.h"
+#include "caller.h"
 #include "storage.h"
 #include "xla/tsl/framework/allocator.h"
 
@@ -28,10 +29,10 @@ class BudgetAllocator : public tsl::Allocator {
   std::string Name() override;
 
   void* AllocateRaw(size_t alignment, size_t num_bytes) override;
-  // The other overloads of these two only drop their further arguments.
-  using tsl::Allocator::AllocateRaw;
+  void* AllocateRaw(size_t alignment, size_t num_bytes,
+                    const tsl::AllocationAttributes& attributes) override;
   void DeallocateRaw(void* ptr) override;
-  using tsl::Allocator::DeallocateRaw;
+  using tsl::Allocator::DeallocateRaw;  // With sizes, which it drops.
 
   bool TracksAllocationSizes() const override { return true; }
   size_t RequestedSize(const void* ptr) const override;
@@ -45,6 +46,9 @@ class BudgetAllocator : public tsl::Allocator {
   }
 
  private:
+  bool Reserve(size_t bytes, Attributes attributes);
+  void* Allocate(size_t alignment, size_t num_bytes, Attributes attributes);
+
   Budget* const budget_;
   PageStorage* const pages_;
 };

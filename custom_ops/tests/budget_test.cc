@@ -30,11 +30,25 @@ void TheLimitItselfFitsAndOneByteMoreDoesNot() {
   CHECK_TRUE(budget.SetLimit(100));
   CHECK_TRUE(budget.Reserve(60));
   CHECK_TRUE(!budget.Reserve(41));
-  CHECK_EQUAL(budget.refused(), 41);
   CHECK_EQUAL(budget.in_use(), 60);
   CHECK_EQUAL(budget.peak(), 60);
   CHECK_TRUE(budget.Reserve(40));
   CHECK_EQUAL(budget.peak(), 100);
+}
+
+void WhatCannotBeRefusedIsCountedAndOwed() {
+  Budget budget;
+  CHECK_TRUE(budget.SetLimit(100));
+  budget.ReserveAboveLimit(110, /*owed=*/false);
+  CHECK_TRUE(!budget.owes());
+  CHECK_TRUE(!budget.Reserve(1));
+  budget.ReserveAboveLimit(10, /*owed=*/true);
+  CHECK_EQUAL(budget.in_use(), 120);
+  CHECK_EQUAL(budget.peak(), 120);
+  CHECK_TRUE(budget.owes());
+  budget.Refuse(7);
+  CHECK_TRUE(!budget.owes());
+  CHECK_EQUAL(budget.refused(), 7);
 }
 
 void ARequestOfAnySizeDoesNotOverflow() {
@@ -135,6 +149,7 @@ void ThePeakOfThreadsIsTheirSum() {
 int main() {
   CountsWhatIsInUseAndThePeak();
   TheLimitItselfFitsAndOneByteMoreDoesNot();
+  WhatCannotBeRefusedIsCountedAndOwed();
   ARequestOfAnySizeDoesNotOverflow();
   ALimitBelowWhatIsInUseIsNotSet();
   WatermarksAreIndependentPeaks();

@@ -1,0 +1,81 @@
+"""Imported before every test: kmem comes before the first TensorFlow op."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+# TensorFlow's notes on its start would stand between the tests' own output.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import kmem
+from kmem import native
+
+HAS_COMPILER = native.find_compiler() is not None
+
+if HAS_COMPILER:
+    native.allocator()
+
+
+def pytest_collection_modifyitems(items):
+    if native.is_registered():
+        return
+    skip = pytest.mark.skip(reason="needs the native library, or a compiler")
+    for item in items:
+        if "native_library" in getattr(item, "fixturenames", ()):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def native_library():
+    """For tests that need kmem's allocator: skipped without a compiler."""
+    return native.allocator()
+
+
+@pytest.fixture(autouse=True)
+def _no_limit_remains():
+    yield
+    if native.is_registered():
+        kmem.memory.limit(None, device="CPU")
+
+
+class Python:
+    """Runs code in a fresh Python that has a cache folder of its own."""
+
+    def __init__(self, cache: pathlib.Path) -> None:
+        self.cache = cache
+        self.environment = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(cache),
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+
+    def start(self, code: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env={**self.environment, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, code: str, **environment: str) -> tuple[int, str, str]:
+        """Returns the exit status, standard output and standard error."""
+        process = self.start(code, **environment)
+        output, errors = process.communicate(timeout=120)
+        return process.returncode, output, errors
+
+
+@pytest.fixture
+def fresh_python(tmp_path):
+    """Fresh processes in which the native library is not built."""
+    return Python(tmp_path / "cache")
+
+
+@pytest.fixture(scope="session")
+def python():
+    """Fresh processes in which the native library is built, if it can be."""
+    return Python(native.cache_folder().parent)
