@@ -174,6 +174,20 @@ def test_preprocessing_inside_a_model_sees_exact_ids(mode, ids_dtype):
     np.testing.assert_array_equal(result[0], IDS)
 
 
+@pytest.mark.parametrize("name", REACHED)
+def test_float_ids_in_a_numpy_array_are_exact_or_raise(name):
+    model = REACHED[name]()
+    expected = tf.cast(model(IDS), "bfloat16")
+    with precision.applied(model, MixedPrecision("bfloat16")):
+        np.testing.assert_array_equal(model(IDS), expected)
+        try:
+            rows = model(IDS.astype("float32"))
+        except ValueError as error:
+            assert "must get ids as integers" in str(error)
+        else:
+            np.testing.assert_array_equal(rows, expected)
+
+
 @pytest.mark.parametrize("name", ("sliced", "in a loop", "own table, sliced"))
 def test_integer_ids_may_take_any_way(name):
     model = ROUNDED[name]()

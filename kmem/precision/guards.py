@@ -53,9 +53,12 @@ _thread = threading.local()
 
 def mark_rounded(converted, x) -> None:
     """Notes that `converted` is `x`, or `x` rounded to 16 bits."""
-    if converted is not x and tf.is_tensor(x):
-        for tensor in _float_tensors(converted):
-            setattr(tensor, _ROUNDED_FROM, _unknown)
+    if converted is x:
+        return
+    rounded = _sixteen_bit_tensors(converted)
+    for tensor in rounded:
+        setattr(tensor, _ROUNDED_FROM, _unknown)
+    if rounded and tf.is_tensor(x):
         setattr(converted, _ROUNDED_FROM, weakref.ref(x))
 
 
@@ -126,6 +129,11 @@ def _float_tensors(structure) -> list:
     return [t for t in leaves if tf.is_tensor(t) and t.dtype.is_floating]
 
 
+def _sixteen_bit_tensors(structure) -> list:
+    floats = _float_tensors(structure)
+    return [t for t in floats if t.dtype.name in _SIXTEEN_BITS]
+
+
 def _is_about_dtypes(error) -> bool:
     text = str(error)
     # A layer inside has been named. Not by a class of its own: autograph
@@ -159,7 +167,7 @@ def _rounded_ids(layer, tensor):
 
 
 def _warn_if_promoted(layer, option, inputs, outputs):
-    if not any(t.dtype.name in _SIXTEEN_BITS for t in _float_tensors(inputs)):
+    if not _sixteen_bit_tensors(inputs):
         return
     if not any(t.dtype == tf.float32 for t in _float_tensors(outputs)):
         return
