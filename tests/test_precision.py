@@ -18,6 +18,7 @@ from precision_models import output_dtypes
 from precision_models import policies
 from precision_models import step_of
 
+import kmem
 from kmem import precision
 from kmem.options import MixedPrecision
 from kmem.precision import guards
@@ -131,6 +132,29 @@ def test_the_gradient_is_that_of_the_model_in_a_mixed_policy():
     keras_own = gradient("mixed_bfloat16", MixedPrecision("bfloat16"))
     for one, other in zip(ours, keras_own, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fit_gives_the_weights_of_keras_own_mixed_precision(dtype):
+    def trained(policy, **options):
+        keras.utils.set_random_seed(0)
+        keras.config.set_dtype_policy(policy)
+        try:
+            model, data = build_mlp()
+        finally:
+            keras.config.set_dtype_policy("float32")
+        model.compile(keras.optimizers.Adam(), "mse")
+        arguments = {"epochs": 5, "shuffle": False, "verbose": 0, **options}
+        history = kmem.wrap(model).fit(data, np.ones((4, 3)), **arguments)
+        return history.history["loss"], model
+
+    own_loss, own = trained(f"mixed_{dtype}")
+    loss, model = trained("float32", mixed_precision=dtype)
+    assert loss == own_loss
+    for one, other in zip(model.get_weights(), own.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert is_plain(model)
+    assert type(model.optimizer) is keras.optimizers.Adam
 
 
 @pytest.mark.parametrize("mode", ("eager", "graph"))
