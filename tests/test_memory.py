@@ -373,3 +373,37 @@ def test_data_is_counted_but_not_refused():
     assert memory.current("CPU") == before + 2 * MB
     with pytest.raises(tf.errors.ResourceExhaustedError):
         tensor + tensor
+
+
+def test_variables_outlive_an_xla_step_that_ran_out_of_memory(python):
+    # XLA frees the variables it was to update, and so does TensorFlow.
+    status, output, errors = python.run("""
+        import keras
+        import kmem
+        import numpy as np
+        import tensorflow as tf
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([
+            keras.Input((32,)),
+            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(1),
+        ])
+        model.compile("adam", "mse", jit_compile=True)
+        batch = np.ones((256, 32)), np.ones((256, 1))
+        first = model.train_on_batch(*batch)
+        before = model.get_weights()
+        for _ in range(5):
+            kmem.memory.limit(kmem.memory.current("CPU") + 1, device="CPU")
+            try:
+                model.train_on_batch(*batch)
+            except tf.errors.ResourceExhaustedError:
+                print("too large")
+            kmem.memory.limit(None, device="CPU")
+            for x, y in zip(before, model.get_weights()):
+                np.testing.assert_array_equal(x, y)
+        in_use = kmem.memory.current("CPU")
+        print(model.train_on_batch(*batch) < first)
+        print(abs(kmem.memory.current("CPU") - in_use) < 1000)
+    """)
+    assert status == 0, errors[-2000:]
+    assert output.splitlines() == ["too large"] * 5 + ["True", "True"]

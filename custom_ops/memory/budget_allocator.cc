@@ -40,6 +40,9 @@ size_t CountedBytes(size_t requested) {
   return (std::max(requested, size_t{1}) + kAlignment - 1) & ~(kAlignment - 1);
 }
 
+// From a refusal until the thread allocates again.
+thread_local bool xla_was_refused = false;
+
 }  // namespace
 
 std::string BudgetAllocator::Name() {
@@ -62,10 +65,12 @@ void* BudgetAllocator::AllocateRaw(
 }
 
 bool BudgetAllocator::Reserve(size_t bytes, Attributes attributes) {
+  xla_was_refused = false;
   const bool fits = budget_->Reserve(bytes);
   if (fits && !budget_->owes()) return true;
   const Caller caller = FindCaller(attributes);
-  if (caller == Caller::kNoticesFailure) {
+  if (caller == Caller::kNoticesFailure || caller == Caller::kXla) {
+    xla_was_refused = caller == Caller::kXla;
     if (fits) budget_->Release(bytes);
     budget_->Refuse(bytes);
     return false;
@@ -100,6 +105,7 @@ void* BudgetAllocator::Allocate(size_t alignment, size_t num_bytes,
 
 void BudgetAllocator::DeallocateRaw(void* ptr) {
   if (ptr == nullptr) return;
+  if (xla_was_refused && FreesArgumentsOfXla()) return;
   const Header header = *HeaderOf(ptr);
   void* base = static_cast<char*>(ptr) - header.offset;
   const size_t counted = CountedBytes(header.requested_bytes);

@@ -23,33 +23,61 @@
 
 namespace kmem {
 
-enum class Caller { kNoticesFailure, kHostData, kOneDnn };
+enum class Caller { kNoticesFailure, kXla, kHostData, kOneDnn };
 
 // What TensorFlow says of itself: no attributes, or whether they say that an
 // operation's kernel is asking.
 enum class Attributes { kNone, kKernel, kOther };
 
-inline Caller FindCaller(Attributes attributes) {
-  if (attributes == Attributes::kNone) return Caller::kHostData;
-  const bool kernel = attributes == Attributes::kKernel;
+// Calls `visit` with the symbols of the calling functions, the nearest first,
+// until it returns true. Returns whether it did.
+template <typename Visit>
+bool VisitCallers(Visit visit) {
   void* frames[24];
   const int num_frames = backtrace(frames, 24);
   for (int i = 0; i < num_frames; ++i) {
     Dl_info info;
     if (dladdr(frames[i], &info) == 0 || info.dli_sname == nullptr) continue;
-    const char* symbol = info.dli_sname;
-    if (kernel && std::strstr(symbol, "Mkl") != nullptr) {
-      return std::strstr(symbol, "MklMatMulOp") != nullptr
-                 ? Caller::kNoticesFailure
-                 : Caller::kOneDnn;
-    }
-    // A constructor of tensorflow::Tensor, outside of a kernel. XLA, which
-    // gives the same attributes, does not go through it.
-    if (!kernel && std::strstr(symbol, "10tensorflow6TensorC") != nullptr) {
-      return Caller::kHostData;
-    }
+    if (visit(info.dli_sname)) return true;
   }
-  return Caller::kNoticesFailure;
+  return false;
+}
+
+inline bool Contains(const char* symbol, const char* part) {
+  return std::strstr(symbol, part) != nullptr;
+}
+
+inline Caller FindCaller(Attributes attributes) {
+  if (attributes == Attributes::kNone) return Caller::kHostData;
+  Caller caller = Caller::kNoticesFailure;
+  VisitCallers([&](const char* symbol) {
+    if (attributes == Attributes::kKernel) {
+      if (!Contains(symbol, "Mkl")) return false;
+      if (!Contains(symbol, "MklMatMulOp")) caller = Caller::kOneDnn;
+      return true;
+    }
+    if (Contains(symbol, "TfAllocatorAdapter")) {
+      caller = Caller::kXla;
+      return true;
+    }
+    // A constructor of tensorflow::Tensor, outside of a kernel.
+    if (Contains(symbol, "10tensorflow6TensorC")) {
+      caller = Caller::kHostData;
+      return true;
+    }
+    return false;
+  });
+  return caller;
+}
+
+// Whether XLA is about to free the arguments of a computation that failed.
+// They are variables that it was to update in place, and TensorFlow frees them
+// once more when it is done with the variables (`PopulateExecutionInputBuffer`
+// in tensorflow/compiler/jit/xla_launch_util.cc makes the second owner).
+inline bool FreesArgumentsOfXla() {
+  return VisitCallers([](const char* symbol) {
+    return Contains(symbol, "3xla14ExecutionInputD");
+  });
 }
 
 }  // namespace kmem
