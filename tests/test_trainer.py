@@ -1,0 +1,379 @@
+"""`fit` takes options, and gives the model back as it was."""
+
+import cases
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from reference import state
+
+import kmem
+
+KERAS_FUNCTIONS = ("train_function", "test_function", "predict_function")
+
+
+def snapshot(model):
+    """What Keras's own use of a model depends on."""
+    return (
+        {name: getattr(model, name) for name in KERAS_FUNCTIONS},
+        {k: id(v) for k, v in vars(model.optimizer).items()},
+        [id(layer.dtype_policy) for layer in model._flatten_layers()],
+        type(model),
+        model.optimizer,
+        model.jit_compile,
+    )
+
+
+@pytest.fixture
+def model():
+    keras.utils.set_random_seed(0)
+    model = kmem.wrap(cases.dense())
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+@pytest.fixture
+def arguments():
+    return cases.regression() | {"batch_size": 20, "verbose": 0}
+
+
+OPTIONS = [
+    {"microbatches": 3},
+    {"gradient_accumulation_steps": 2},
+    {"mixed_precision": "bfloat16"},
+    {"mixed_precision": "float16", "microbatches": 2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_model_is_plain_after_fit(model, arguments, options):
+    before = snapshot(model)
+
+    model.fit(**arguments, **options)
+
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_model_is_plain_after_a_callback_raised(
+    model, arguments, options, error
+):
+    class Raise(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise error
+
+    before = snapshot(model)
+
+    with pytest.raises(error):
+        model.fit(**arguments, **options, callbacks=[Raise()])
+
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_model_is_plain_after_running_out_of_memory(
+    model, arguments, options, native_library
+):
+    class Shrink(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            kmem.memory.limit(kmem.memory.current("CPU") + 64, device="CPU")
+
+    before = snapshot(model)
+
+    with pytest.raises(tf.errors.ResourceExhaustedError):
+        model.fit(**arguments, **options, callbacks=[Shrink()])
+
+    kmem.memory.limit(None, device="CPU")
+    assert snapshot(model) == before
+    model.fit(**arguments, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_callbacks_see_a_plain_model(model, arguments, options):
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(snapshot(self.model)[1:])
+
+    seen = []
+    before = snapshot(model)[1:]
+
+    model.fit(**arguments, **options, callbacks=[Look()])
+
+    assert seen == [before] * 3
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_callback_gives_options_to_a_plain_model(arguments, options):
+    keras.utils.set_random_seed(0)
+    wrapped = kmem.wrap(cases.dense())
+    keras.utils.set_random_seed(0)
+    plain = cases.dense()
+    before = snapshot(plain)
+
+    wrapped.fit(**arguments, **options, epochs=2, shuffle=False)
+    plain.fit(
+        **arguments,
+        epochs=2,
+        shuffle=False,
+        callbacks=[kmem.callbacks.MemoryOptions(**options)],
+    )
+
+    for got, want in zip(state(plain), state(wrapped), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert snapshot(plain)[0] | before[0] == before[0]
+
+
+def test_options_have_callbacks_of_their_names(arguments):
+    model = cases.dense()
+
+    model.fit(**arguments, callbacks=[kmem.callbacks.GradientAccumulation(2)])
+    assert model.optimizer.iterations.numpy() == 2
+
+    model.fit(**arguments, callbacks=[kmem.callbacks.MicroBatches(2)])
+    assert model.optimizer.iterations.numpy() == 5
+
+
+def test_a_callback_that_was_cut_short_does_not_reach_the_next_fit(arguments):
+    class Raise(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise KeyboardInterrupt
+
+    model = cases.dense()
+    accumulate = kmem.callbacks.GradientAccumulation(3)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(**arguments, callbacks=[accumulate, Raise()])
+    assert model.optimizer.iterations.numpy() == 1
+
+    model.fit(**arguments)
+
+    assert model.optimizer.iterations.numpy() == 4
+
+
+def test_a_functional_model_is_made_as_with_keras():
+    inputs = keras.Input((5,))
+    model = kmem.Model(inputs, keras.layers.Dense(3)(inputs))
+
+    assert isinstance(model, kmem.Model)
+    assert type(model) is type(keras.Model(inputs, model.outputs))
+
+
+class Subclassed(kmem.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class FunctionalSubclass(kmem.Model):
+    def __init__(self):
+        inputs = keras.Input((5,))
+        outputs = keras.layers.Dense(3)(inputs)
+        super().__init__(inputs=inputs, outputs=outputs)
+
+
+@pytest.mark.parametrize(
+    "make", [FunctionalSubclass, Subclassed, FunctionalSubclass]
+)
+def test_a_subclass_takes_options(arguments, make):
+    model = make()
+    model.compile("sgd", "mse")
+
+    model.fit(**arguments, microbatches=4)
+
+    assert isinstance(model, kmem.Model)
+    assert issubclass(make, kmem.Model)
+    assert model.optimizer.iterations.numpy() == 3
+
+
+def test_a_plain_model_is_no_kmem_model():
+    assert not isinstance(cases.dense(), kmem.Model)
+
+
+def test_wrapping_twice_is_wrapping_once(model):
+    fit = model.fit
+
+    assert kmem.wrap(model) is model
+    assert model.fit is fit
+
+
+def test_only_models_are_wrapped():
+    with pytest.raises(ValueError, match="must be a `keras.Model`"):
+        kmem.wrap(keras.layers.Dense(3))
+
+
+def test_fit_without_options_is_kerass_own(arguments):
+    keras.utils.set_random_seed(0)
+    plain = cases.dense()
+    plain.fit(**arguments, shuffle=False)
+    keras.utils.set_random_seed(0)
+    wrapped = kmem.wrap(cases.dense())
+    wrapped.fit(**arguments, shuffle=False)
+
+    for got, want in zip(state(wrapped), state(plain), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_train_on_batch_follows_the_options_of_the_model(model, arguments):
+    x, y = arguments["x"][:20], arguments["y"][:20]
+    plain = keras.models.clone_model(model)
+    plain.set_weights(model.get_weights())
+    plain.compile(keras.optimizers.Adam(1e-2), "mse", metrics=["mae"])
+    sizes = []
+    model.layers[0].call = watching_rows(model.layers[0].call, sizes)
+    model.run_eagerly = True
+
+    model.memory_options = kmem.MemoryOptions(microbatches=5)
+    got = model.train_on_batch(x, y)[:2]
+    want = plain.train_on_batch(x, y)
+
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert set(sizes) == {4}
+
+
+def test_train_on_batch_is_plain_again_without_options(model, arguments):
+    x, y = arguments["x"][:20], arguments["y"][:20]
+    model.memory_options = kmem.MemoryOptions(gradient_accumulation_steps=3)
+    model.train_on_batch(x, y)
+    model.memory_options = None
+    model.train_on_batch(x, y)
+
+    assert model.optimizer.iterations.numpy() == 1
+
+
+def watching_rows(call, sizes):
+    def watched(x, *args, **kwargs):
+        sizes.append(int(x.shape[0]))
+        return call(x, *args, **kwargs)
+
+    return watched
+
+
+def test_a_new_option_is_traced_anew(model, arguments):
+    model.fit(**arguments, gradient_accumulation_steps=3)
+    assert model.optimizer.iterations.numpy() == 1
+    model.fit(**arguments, gradient_accumulation_steps=2)
+    assert model.optimizer.iterations.numpy() == 3
+    model.fit(**arguments)
+    assert model.optimizer.iterations.numpy() == 6
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
+def test_a_saved_model_loads_without_kmem(
+    model, arguments, options, suffix, tmp_path, python
+):
+    """Also one that a callback saves in the middle of training."""
+    path = tmp_path / f"model{suffix}"
+    checkpoint = keras.callbacks.ModelCheckpoint(
+        path, save_weights_only=suffix == ".weights.h5"
+    )
+    model.fit(**arguments, **options, callbacks=[checkpoint])
+    np.savez(tmp_path / "state.npz", *state(model))
+
+    code, _, errors = python.run(f"""
+        import sys, warnings
+        import keras, numpy as np
+        warnings.simplefilter("error")
+        if "{suffix}" == ".keras":
+            model = keras.models.load_model(r"{path}")
+        else:
+            model = keras.Sequential(
+                [
+                    keras.Input((5,)),
+                    keras.layers.Dense(7, activation="tanh"),
+                    keras.layers.Dense(3),
+                ]
+            )
+            model.compile(keras.optimizers.Adam(1e-2), "mse")
+            model.optimizer.build(model.trainable_variables)
+            model.load_weights(r"{path}")
+        values = model.get_weights()
+        values += [v.numpy() for v in model.optimizer.variables]
+        want = np.load(r"{tmp_path / "state.npz"}")
+        assert len(want.files) == len(values)
+        for got, name in zip(values, want.files):
+            np.testing.assert_array_equal(got, want[name])
+        assert "kmem" not in sys.modules
+        assert model.layers[0].dtype_policy.name == "float32"
+    """)
+
+    assert code == 0, errors
+
+
+BAD = [
+    ({"microbatches": 0}, ValueError, "positive integer"),
+    ({"microbatches": "4"}, ValueError, "positive integer"),
+    ({"microbatches": 21}, ValueError, "not be larger than the batch"),
+    ({"microbatch": 4}, TypeError, "Did you mean `microbatches`?"),
+    ({"epoch": 4}, TypeError, "Did you mean `epochs`?"),
+    ({"mixed_precision": "fp16"}, ValueError, "must be one of"),
+    ({"memory_budget": "5 GBs"}, ValueError, "number of bytes"),
+    ({"remat": "auto", "dtr": True}, ValueError, "exclude each other"),
+    ({"memory_budget": "8GB"}, NotImplementedError, "`memory_budget`"),
+    ({"remat": "auto"}, NotImplementedError, "`remat`"),
+    ({"dtr": True}, NotImplementedError, "`dtr`"),
+    ({"sharding": "full"}, NotImplementedError, "`sharding`"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=str)
+def test_bad_options_change_nothing(model, arguments, options, error, message):
+    before, values = snapshot(model), state(model)
+
+    with pytest.raises(error, match=message):
+        model.fit(**arguments, **options)
+
+    assert snapshot(model) == before
+    for got, want in zip(state(model), values, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_too_many_parts_are_refused_whatever_the_data_is(model, batched):
+    arguments = cases.regression()
+    data = (arguments["x"], arguments["y"])
+    if batched:
+        data = tf.data.Dataset.from_tensor_slices(data)
+        data = (data.batch(20, drop_remainder=True),)
+
+    with pytest.raises(ValueError, match="not be larger than the batch"):
+        model.fit(*data, microbatches=33)
+
+
+def test_a_model_must_be_compiled():
+    model = kmem.wrap(keras.Sequential([keras.layers.Dense(1)]))
+
+    with pytest.raises(ValueError, match=r"call `model.compile\(\)` first"):
+        model.fit(np.ones((4, 1)), np.ones(4), microbatches=2)
+
+
+def test_a_step_with_two_updates_is_refused():
+    class TwoOptimizers(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.second = keras.optimizers.SGD()
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            variables = self.trainable_variables
+            zeros = [tf.zeros_like(v) for v in variables]
+            self.optimizer.apply(zeros, variables)
+            self.second.apply(zeros, variables)
+            return {}
+
+    model = kmem.wrap(TwoOptimizers())
+    model.compile("sgd")
+    model(np.ones((4, 1)))
+    before = model.get_weights()
+
+    with pytest.raises(ValueError, match="makes one update"):
+        model.fit(np.ones((4, 1)), np.ones(4), microbatches=2, verbose=0)
+
+    for got, want in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(got, want)
