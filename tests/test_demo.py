@@ -1,0 +1,88 @@
+"""`kmem demo`, as a user runs it; its parts where they can go wrong."""
+
+import importlib.util
+import math
+import re
+
+import pytest
+
+from kmem import cli
+from kmem import demo
+
+
+@pytest.mark.slow
+def test_the_demo_tells_its_story(python, native_library, tmp_path):
+    path = tmp_path / "picture.png"
+    status, output, errors = python.run(
+        f"""
+        import sys
+        from kmem import cli
+        sys.exit(cli.main(["demo", "--output", {str(path)!r}]))
+        """
+    )
+    assert status == 0, output + errors
+    rows = {
+        item: re.search(f"^{re.escape(item.label)} +(.*)$", output, re.M)
+        for item in (demo.UNLIMITED, demo.PLAIN, demo.PARTS, demo.GROUPS)
+    }
+    assert rows[demo.PLAIN][1].split() == "100 out of memory - -".split()
+    losses = []
+    for item in (demo.UNLIMITED, demo.PARTS, demo.GROUPS):
+        _, peak, loss, _ = rows[item][1].split()
+        losses.append(float(loss))
+        assert (float(peak) < 100) == item.limited
+    assert max(losses) - min(losses) < 1e-4
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def results(**changed):
+    """What a demonstration gives, but for some of its runs."""
+    good = {
+        "UNLIMITED": demo.Result(loss=0.5, peak_bytes=150_000_000),
+        "PLAIN": demo.Result(error="OOM", peak_bytes=90_000_000),
+        "PARTS": demo.Result(loss=0.5, peak_bytes=20_000_000),
+        "ROUNDED": demo.Result(loss=0.6, peak_bytes=20_000_000),
+    }
+    return {getattr(demo, k): v for k, v in (good | changed).items()}
+
+
+def test_a_story_that_holds_has_no_problems():
+    assert demo._problems(results()) == []
+
+
+@pytest.mark.parametrize(
+    "changed, problem",
+    [
+        ({"PLAIN": demo.Result(loss=0.5)}, "plain Keras fits"),
+        ({"PARTS": demo.Result(error="OOM")}, "does not fit"),
+        (
+            {"PARTS": demo.Result(loss=0.5, peak_bytes=100_000_001)},
+            "does not fit",
+        ),
+        ({"PARTS": demo.Result(loss=0.50001)}, "the loss is off by 2.0e-05"),
+        ({"PARTS": demo.Result(loss=math.nan)}, "the loss is off by nan"),
+        ({"ROUNDED": demo.Result(error="OOM")}, "does not fit"),
+    ],
+)
+def test_a_story_that_does_not_hold_says_where(changed, problem):
+    (line,) = demo._problems(results(**changed))
+    assert line.startswith("kmem demo: ")
+    assert problem in line
+
+
+def test_what_is_missing_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["demo"]) == 1
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert errors == (
+        "kmem demo: it needs scikit-learn and matplotlib: "
+        'pip install "kmem[demo]"\n'
+    )
+
+
+def test_the_help_has_an_example(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["demo", "--help"])
+    assert caught.value.code == 0
+    assert "Example: kmem demo --output memory.png" in capsys.readouterr().out
