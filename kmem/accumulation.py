@@ -29,11 +29,11 @@ class Updater:
         self._optimizer = optimizer
         self._steps = steps
         self._strategy = strategy
-        self._variables: list = []
-        self._sums: dict[str, list] | None = None
-        self._denominators: dict[str, tf.Variable] = {}
-        self._num_pending: tf.Variable | None = None
-        self._flush = None
+        self._pending: _Pending | None = None
+        self._flush = tf.function(
+            lambda: strategy.run(self._apply_if_pending, args=(1,)),
+            autograph=False,
+        )
 
     def add(self, batch: BatchGradient) -> None:
         """Takes one batch, and applies the group that it completes.
@@ -45,35 +45,38 @@ class Updater:
         if self._steps == 1:
             self._apply_batch(batch)
             return
-        if self._sums is None:
-            self._make_accumulators(batch)
-        for group in batch.gradients:
-            gradients = _times_denominator(batch, group)
-            for total, gradient in zip(
-                self._sums[group], gradients, strict=True
-            ):
-                if total is not None:
-                    total.assign_add(gradient)
-            self._denominators[group].assign_add(batch.denominators[group])
-        self._num_pending.assign_add(1)
+        if self._pending is None:
+            tf.distribute.get_replica_context().merge_call(
+                lambda strategy: self._make_pending(strategy, batch)
+            )
+        self._pending.add(batch)
         self._apply_if_pending(self._steps)
+
+    def start(self) -> None:
+        """Begins with an empty group."""
+        if self._pending is not None:
+            self._pending.reset()
 
     def flush(self) -> None:
         """Applies the batches of a group that was not completed, if any."""
-        if self._sums is None:
-            return
-        if self._flush is None:
-            self._flush = tf.function(
-                lambda: self._strategy.run(self._apply_if_pending, args=(1,)),
-                autograph=False,
-            )
-        self._flush()
+        if self._pending is not None:
+            self._flush()
+
+    def stop(self) -> None:
+        """Drops what is pending, and gives its memory back."""
+        if self._pending is not None:
+            self._pending.free()
+
+    def _make_pending(self, strategy, batch: BatchGradient) -> None:
+        with tf.init_scope(), strategy.scope():
+            # Now, since the update is in a branch of its own.
+            if not self._optimizer.built:
+                with keras.name_scope(self._optimizer.name):
+                    self._optimizer.build(batch.variables)
+            self._pending = _Pending(batch)
 
     def _apply_batch(self, batch: BatchGradient) -> None:
-        if (
-            self._strategy.num_replicas_in_sync == 1
-            and len(batch.gradients) == 1
-        ):
+        if self._strategy.num_replicas_in_sync == 1:
             (gradients,) = batch.gradients.values()
             self._optimizer.apply(gradients, batch.variables)
             return
@@ -81,35 +84,25 @@ class Updater:
         self._apply_mean(sums, batch.denominators, batch.variables)
 
     def _apply_if_pending(self, minimum: int) -> None:
+        pending = self._pending
+
         def apply():
-            sums = {
-                group: [None if v is None else v.read_value() for v in totals]
-                for group, totals in self._sums.items()
-            }
-            denominators = {
-                group: variable.read_value()
-                for group, variable in self._denominators.items()
-            }
-            self._apply_mean(sums, denominators, self._variables)
-            for variable in tf.nest.flatten([self._sums, self._denominators]):
-                if variable is not None:
-                    variable.assign(tf.zeros_like(variable))
-            self._num_pending.assign(0)
+            self._apply_mean(*pending.read(), pending.variables)
+            pending.reset()
+
+        def apply_everywhere(strategy):
+            strategy.extended.call_for_each_replica(apply)
+            return True
 
         # A branch that updates mirrored variables is entered by all replicas
         # together, from the context across them.
-        def across_replicas(strategy):
-            def apply_everywhere():
-                strategy.extended.call_for_each_replica(apply)
-                return True
-
-            tf.cond(
-                self._num_pending.read_value() >= minimum,
-                apply_everywhere,
+        tf.distribute.get_replica_context().merge_call(
+            lambda strategy: tf.cond(
+                pending.num_batches.read_value() >= minimum,
+                lambda: apply_everywhere(strategy),
                 lambda: False,
             )
-
-        tf.distribute.get_replica_context().merge_call(across_replicas)
+        )
 
     def _apply_mean(self, sums, denominators, variables) -> None:
         replica = tf.distribute.get_replica_context()
@@ -119,23 +112,16 @@ class Updater:
         if num_replicas > 1:
             totals = replica.all_reduce(tf.distribute.ReduceOp.SUM, totals)
         # Keras divides every mean by the number of replicas already.
-        factors = {
-            group: tf.ones([], tf.float64)
+        replicas = tf.constant(num_replicas, tf.float64)
+        factors = [
+            tf.ones([], tf.float64)
             if group == SUM
-            else tf.math.divide_no_nan(
-                tf.constant(num_replicas, tf.float64), total
-            )
+            else tf.math.divide_no_nan(replicas, total)
             for group, total in zip(groups, tf.unstack(totals), strict=True)
-        }
+        ]
         mean = [
-            _add_up(
-                [
-                    gradient * tf.cast(factors[group], gradient.dtype)
-                    for group, gradient in zip(groups, of_variable, strict=True)
-                    if gradient is not None
-                ]
-            )
-            for of_variable in zip(*sums.values(), strict=True)
+            _weighted_sum(gradients, factors)
+            for gradients in zip(*sums.values(), strict=True)
         ]
         with contextlib.ExitStack() as stack:
             if num_replicas > 1:
@@ -147,39 +133,93 @@ class Updater:
                 stack.enter_context(_without_reduction(self._optimizer))
             self._optimizer.apply(mean, variables)
 
-    def _make_accumulators(self, batch: BatchGradient) -> None:
-        def zeros(shape, dtype):
-            return tf.Variable(
-                tf.zeros(shape, dtype),
-                trainable=False,
-                synchronization=tf.VariableSynchronization.ON_READ,
-                aggregation=tf.VariableAggregation.SUM,
-            )
 
-        def make(strategy):
-            with tf.init_scope(), strategy.scope():
-                if not self._optimizer.built:
-                    with keras.name_scope(self._optimizer.name):
-                        self._optimizer.build(batch.variables)
-                self._sums = {
-                    group: [
-                        None if g is None else zeros(v.shape, g.dtype)
-                        for g, v in zip(gradients, batch.variables, strict=True)
-                    ]
-                    for group, gradients in batch.gradients.items()
-                }
-                self._denominators = {
-                    group: zeros([], tf.float64) for group in batch.gradients
-                }
-                self._num_pending = tf.Variable(
-                    0,
-                    trainable=False,
-                    synchronization=tf.VariableSynchronization.ON_READ,
-                    aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-                )
-            self._variables = batch.variables
+class _Pending:
+    """The sums of a group's batches so far, on every replica.
 
-        tf.distribute.get_replica_context().merge_call(make)
+    Their variables have no fixed shape, so that they can be emptied while the
+    functions that use them stay traced.
+
+    Args:
+        batch: Any batch; it is not added.
+
+    Attributes:
+        num_batches: The number of batches that were added, a variable.
+        variables: The variables that the gradients belong to.
+    """
+
+    def __init__(self, batch: BatchGradient):
+        self.variables = batch.variables
+        self.num_batches = tf.Variable(
+            0,
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+        self._shapes = [tuple(v.shape) for v in batch.variables]
+        self._sums = {
+            group: [
+                None if g is None else _accumulator(shape, g.dtype)
+                for g, shape in zip(gradients, self._shapes, strict=True)
+            ]
+            for group, gradients in batch.gradients.items()
+        }
+        self._denominators = {
+            group: _accumulator([], tf.float64) for group in batch.gradients
+        }
+
+    def add(self, batch: BatchGradient) -> None:
+        for group, totals in self._sums.items():
+            gradients = _times_denominator(batch, group)
+            for total, gradient in zip(totals, gradients, strict=True):
+                if total is not None:
+                    total.assign_add(gradient)
+            self._denominators[group].assign_add(batch.denominators[group])
+        self.num_batches.assign_add(1)
+
+    def read(self) -> tuple[dict, dict]:
+        """This replica's sums and denominators, by group."""
+        sums = {
+            group: [
+                None if v is None else tf.ensure_shape(v.read_value(), shape)
+                for v, shape in zip(totals, self._shapes, strict=True)
+            ]
+            for group, totals in self._sums.items()
+        }
+        denominators = {
+            group: tf.ensure_shape(variable.read_value(), [])
+            for group, variable in self._denominators.items()
+        }
+        return sums, denominators
+
+    def reset(self) -> None:
+        """Begins a group."""
+        for variable, shape in self._accumulators():
+            variable.assign(tf.zeros(shape, variable.dtype))
+        for variable in self._denominators.values():
+            variable.assign(tf.zeros([], variable.dtype))
+        self.num_batches.assign(0)
+
+    def free(self) -> None:
+        """Empties the sums; `reset` allocates them again."""
+        for variable, _ in self._accumulators():
+            variable.assign(tf.zeros([0], variable.dtype))
+
+    def _accumulators(self):
+        for totals in self._sums.values():
+            for variable, shape in zip(totals, self._shapes, strict=True):
+                if variable is not None:
+                    yield variable, shape
+
+
+def _accumulator(shape, dtype) -> tf.Variable:
+    return tf.Variable(
+        tf.zeros(shape, dtype),
+        shape=tf.TensorShape(None),
+        trainable=False,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
+    )
 
 
 def _times_denominator(batch: BatchGradient, group: str) -> list:
@@ -194,8 +234,14 @@ def _times_denominator(batch: BatchGradient, group: str) -> list:
     ]
 
 
-def _add_up(tensors: list):
-    return tf.add_n(tensors) if tensors else None
+def _weighted_sum(gradients, factors):
+    """Adds up a variable's gradients, one a group; `None` if all are."""
+    addends = [
+        gradient * tf.cast(factor, gradient.dtype)
+        for gradient, factor in zip(gradients, factors, strict=True)
+        if gradient is not None
+    ]
+    return tf.add_n(addends) if addends else None
 
 
 @contextlib.contextmanager

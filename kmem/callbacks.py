@@ -60,7 +60,7 @@ class MemoryOptions(EndOfGroup):
     def on_train_begin(self, logs=None):
         self._remove()
         if self.options:
-            self._session = Session(self.model, self.options)
+            self._session = Session.of(self.model, self.options)
             self._session.install(guard=True)
 
     def on_train_end(self, logs=None):

@@ -1,9 +1,10 @@
-"""One training of a model under memory options: put on, and taken off again.
+"""A model's training under memory options: put on, and taken off again.
 
 Options act only while the Python of a training step runs: when it is traced,
 or at every step in eager mode. Between steps, in callbacks and after `fit`,
 however it ends, the model is a plain Keras model; all that has to be taken
-off are the functions that were traced.
+off are the functions that were traced. They are kept for the next `fit` with
+the same options: TensorFlow never frees all of a trace.
 """
 
 import contextlib
@@ -22,6 +23,8 @@ from kmem.options import MemoryOptions
 
 _TO_COME = ("memory_budget", "remat", "dtr", "sharding")
 _KERAS_BATCH_SIZE = 32  # What `fit` takes if it is not told.
+_SESSIONS = "_kmem_sessions"
+_MAX_SESSIONS = 8
 
 
 class Session:
@@ -46,6 +49,7 @@ class Session:
         self._user_test_step = model.test_step
         self._plain_functions: dict[str, Any] = {}
         self._functions: dict[str, Any] = {}
+        self._made: dict[str, Any] = {}
         optimizer = model.optimizer
         if self._mixed_precision is not None:
             optimizer = precision.loss_scaled(model, self._mixed_precision)
@@ -57,6 +61,7 @@ class Session:
         self._optimizer = optimizer
         steps = options.gradient_accumulation_steps
         self._num_batches = steps.steps if steps else 1
+        self._compiled = _compiled_state(model)
         strategy = model.distribute_strategy
         self._updater = Updater(optimizer, self._num_batches, strategy)
         parts = options.microbatches
@@ -68,6 +73,19 @@ class Session:
             by_group=self._num_batches > 1 or strategy.num_replicas_in_sync > 1,
         )
 
+    @classmethod
+    def of(cls, model: keras.Model, options: MemoryOptions) -> "Session":
+        """The model's session under these options, from an earlier `fit` if
+        the model was not compiled again since."""
+        sessions = vars(model).get(_SESSIONS, {})
+        session = sessions.pop(options, None)
+        if session is None or session._compiled != _compiled_state(model):
+            session = cls(model, options)
+        kept = list(sessions.items())[1 - _MAX_SESSIONS :]
+        sessions = dict([*kept, (options, session)])
+        object.__setattr__(model, _SESSIONS, sessions)
+        return session
+
     def install(self, test_step: bool = True, guard: bool = False) -> None:
         """Gives the model functions that train, and test, under the options.
 
@@ -76,6 +94,23 @@ class Session:
             guard: Whether a function takes the session off by itself, when
                 it raises or is called in a later `fit`.
         """
+        self._updater.start()
+        precision.recall_scale(self._optimizer)
+        model = self.model
+        if not self._made:
+            self._make_functions()
+        names = ["train_function"]
+        if test_step and "test_function" in self._made:
+            names.append("test_function")
+        for name in names:
+            function = self._made[name]
+            if guard:
+                function = self._guarded(name, function)
+            self._plain_functions[name] = getattr(model, name)
+            self._functions[name] = function
+            setattr(model, name, function)
+
+    def _make_functions(self) -> None:
         model = self.model
         jit_compile = model.jit_compile
         # Only the gradient is compiled when updates are rarer than batches:
@@ -83,26 +118,20 @@ class Session:
         separately = self._num_batches > 1 and jit_compile
         if separately and not model.run_eagerly:
             self._gradient_step = _compiled(self._gradient_step)
-        names = ["train_function"]
-        with capture.attribute(model, "train_step", self._run_train_step):
-            self._plain_functions["train_function"] = model.train_function
-            if separately:
-                model.jit_compile = False
-            try:
+        plain = model.train_function, model.test_function
+        try:
+            with capture.attribute(model, "train_step", self._run_train_step):
+                if separately:
+                    model.jit_compile = False
                 model.make_train_function(force=True)
-            finally:
-                model.jit_compile = jit_compile
-        if test_step and self._mixed_precision is not None:
-            names.append("test_function")
-            with capture.attribute(model, "test_step", self._run_test_step):
-                self._plain_functions["test_function"] = model.test_function
-                model.make_test_function(force=True)
-        for name in names:
-            function = getattr(model, name)
-            if guard:
-                function = self._guarded(name, function)
-                setattr(model, name, function)
-            self._functions[name] = function
+                self._made["train_function"] = model.train_function
+            if self._mixed_precision is not None:
+                with capture.attribute(model, "test_step", self._run_test_step):
+                    model.make_test_function(force=True)
+                    self._made["test_function"] = model.test_function
+        finally:
+            model.jit_compile = jit_compile
+            model.train_function, model.test_function = plain
 
     def trains(self, options: MemoryOptions) -> bool:
         """Whether this session's function is on the model, for `options`."""
@@ -120,6 +149,7 @@ class Session:
             if getattr(self.model, name) is function:
                 setattr(self.model, name, self._plain_functions[name])
         self._functions = {}
+        self._updater.stop()
         precision.remember_scale(self._optimizer)
 
     def end_group(self) -> None:
@@ -162,6 +192,22 @@ class Session:
         if self._mixed_precision is None:
             return contextlib.nullcontext()
         return precision.applied(self.model, self._mixed_precision)
+
+
+def _compiled_state(model) -> tuple:
+    """What a traced step depends on, compared by identity.
+
+    `compile` makes a new `_compile_metrics`, which is private in Keras;
+    tests/test_trainer.py fails if that changes.
+    """
+    return (
+        model.optimizer,
+        id(getattr(model, "_compile_metrics", None)),
+        model.jit_compile,
+        model.run_eagerly,
+        model.steps_per_execution,
+        model.train_step,
+    )
 
 
 def _compiled(gradient_step: GradientStep):

@@ -153,7 +153,7 @@ def _fit(model, keras_fit, args, kwargs):
     given = collections.ChainMap(
         bound.arguments, bound.arguments.get("kwargs", {})
     )
-    session = Session(model, options)
+    session = Session.of(model, options)
     check_batch(given, options)
     place = given.maps[1] if "callbacks" in given.maps[1] else given.maps[0]
     place["callbacks"] = _with_callback(
@@ -174,7 +174,7 @@ def _train_on_batch(model, keras_train_on_batch, args, kwargs):
         _end_train_on_batch(model)
     elif session is None or not session.trains(options):
         _end_train_on_batch(model)
-        session = Session(model, options)
+        session = Session.of(model, options)
         session.install(test_step=False)
         object.__setattr__(model, _SESSION, session)
     return keras_train_on_batch(*args, **kwargs)

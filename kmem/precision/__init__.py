@@ -6,5 +6,6 @@ keeps ids exact and names the layers whose own code is in the way, and
 """
 
 from kmem.precision.loss_scale import loss_scaled as loss_scaled
+from kmem.precision.loss_scale import recall_scale as recall_scale
 from kmem.precision.loss_scale import remember_scale as remember_scale
 from kmem.precision.policies import applied as applied

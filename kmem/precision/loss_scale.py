@@ -57,17 +57,29 @@ def loss_scaled(model: keras.Model, option: MixedPrecision):
         # Keras's optimizers ignore a second `build`; a user's own need not.
         with attribute(inner, "build", lambda variables: None):
             wrapper.build(variables)
-        initial_scale, scale, steps = _scales.get(inner, (None, 0.0, 0))
-        if initial_scale == option.initial_scale:
-            wrapper.dynamic_scale.assign(scale)
-            # Keras compares for equality: a larger count would never grow.
-            last = option.dynamic_growth_steps - 1
-            wrapper.step_counter.assign(min(steps, last))
+    recall_scale(wrapper)
     return wrapper
 
 
+def recall_scale(optimizer) -> None:
+    """Goes on with the scale that was remembered last, if any.
+
+    Args:
+        optimizer: What `loss_scaled` returned; another optimizer is ignored.
+    """
+    if not isinstance(optimizer, _LossScaleOptimizer):
+        return
+    known = _scales.get(optimizer.inner_optimizer, (None, 0.0, 0))
+    initial_scale, scale, steps = known
+    if initial_scale == optimizer.initial_scale:
+        optimizer.dynamic_scale.assign(scale)
+        # Keras compares for equality: a larger count would never grow.
+        last = optimizer.dynamic_growth_steps - 1
+        optimizer.step_counter.assign(min(steps, last))
+
+
 def remember_scale(optimizer) -> None:
-    """Lets the next `loss_scaled` begin with the scale that this one reached.
+    """Lets the next session begin with the scale that this one reached.
 
     Args:
         optimizer: What `loss_scaled` returned; another optimizer is ignored.
