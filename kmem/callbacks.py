@@ -9,6 +9,7 @@ the options' function until its next `fit` or `compile`.
 import keras
 
 from kmem import options
+from kmem.monitor import MemoryMonitor as MemoryMonitor
 from kmem.session import Session
 
 
