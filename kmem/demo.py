@@ -114,6 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the demonstration; 0 if everything went as it should."""
     _require("sklearn", "matplotlib")
+    # Now, rather than after all runs.
+    if not args.output.parent.is_dir():
+        raise ValueError(
+            "`--output` must be in a folder that exists. "
+            f"Received: {args.output}"
+        )
     # Before the first TensorFlow operation, and compiled first if need be.
     native.allocator()
     data = _digits()
