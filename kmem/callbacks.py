@@ -10,6 +10,7 @@ import keras
 
 from kmem import options
 from kmem.monitor import MemoryMonitor as MemoryMonitor
+from kmem.monitor import MemoryMonitor as MemoryMonitor
 from kmem.session import Session
 
 

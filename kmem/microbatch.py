@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from kmem import capture
+from kmem import ordering
 from kmem.loss_terms import ROWS
 from kmem.loss_terms import SUM
 from kmem.loss_terms import LossTerms
@@ -131,6 +132,8 @@ class GradientStep:
             capture.capturing(self._model, self._optimizer) as update,
         ):
             logs = self._train_step(data)
+        if split and not tf.executing_eagerly():
+            ordering.hold_back(update.gradients or [])
         return _Part([update, *updates], logs, results, share, split)
 
     def _count_denominators(self, parts: Parts) -> dict[str, tf.Tensor]:

@@ -197,12 +197,12 @@ class Session:
 def _compiled_state(model) -> tuple:
     """What a traced step depends on, compared by identity.
 
-    `compile` makes a new `_compile_metrics`, which is private in Keras;
+    `compile` makes a new `_loss_tracker`, which is private in Keras;
     tests/test_trainer.py fails if that changes.
     """
     return (
         model.optimizer,
-        id(getattr(model, "_compile_metrics", None)),
+        model._loss_tracker,
         model.jit_compile,
         model.run_eagerly,
         model.steps_per_execution,

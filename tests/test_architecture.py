@@ -17,6 +17,7 @@ LAYERS = (
     {
         "capture",
         "loss_terms",
+        "ordering",
         "parts",
         "microbatch",
         "accumulation",

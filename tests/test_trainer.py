@@ -260,6 +260,35 @@ def test_a_new_option_is_traced_anew(model, arguments):
     assert model.optimizer.iterations.numpy() == 6
 
 
+def test_a_model_that_is_compiled_again_is_traced_anew(model, arguments):
+    # Same optimizer, same kind of loss: the compile step alone tells.
+    model.fit(**arguments, microbatches=2)
+    model.compile(model.optimizer, "mse", metrics=["mape"])
+    logs = model.fit(**arguments, microbatches=2).history
+
+    assert list(logs) == ["loss", "mape"]
+
+
+def test_the_same_options_are_traced_once(arguments):
+    class CountingStep(keras.Sequential):
+        def train_step(self, data):
+            runs.append(None)
+            return super().train_step(data)
+
+    runs = []
+    model = CountingStep([keras.Input((5,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    kmem.wrap(model)
+
+    model.fit(**arguments, microbatches=2)
+    once = len(runs)
+    model.fit(**arguments)
+    model.fit(**arguments, microbatches=2)
+
+    # Plain `fit` in between has its own trace, and takes no part's.
+    assert len(runs) == once + 1
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
 def test_a_saved_model_loads_without_kmem(

@@ -1,0 +1,88 @@
+import cases
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kmem import capture
+
+
+@pytest.fixture
+def model():
+    keras.utils.set_random_seed(0)
+    model = cases.dense()
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def batch():
+    arguments = cases.regression()
+    return tf.constant(arguments["x"]), tf.constant(arguments["y"])
+
+
+def test_a_step_hands_over_its_gradients_and_updates_nothing(model):
+    before = model.get_weights()
+
+    with capture.capturing(model, model.optimizer) as update:
+        model.train_step(batch())
+
+    assert update.variables == model.trainable_variables
+    assert [g.shape for g in update.gradients] == [w.shape for w in before]
+    assert not update.sums_rows
+    assert model.optimizer.iterations.numpy() == 0
+    for got, want in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_step_can_end_once_its_loss_is_known(model):
+    with pytest.raises(capture.LossReached):
+        with capture.capturing(model, model.optimizer, until_loss=True):
+            model.train_step(batch())
+
+    assert "apply" not in vars(model.optimizer)
+    assert "scale_loss" not in vars(model.optimizer)
+
+
+def test_attributes_come_back_after_an_error(model):
+    optimizer = model.optimizer
+
+    with pytest.raises(KeyboardInterrupt):
+        with capture.capturing(model, keras.optimizers.SGD()):
+            raise KeyboardInterrupt
+
+    assert model.optimizer is optimizer
+
+
+def test_discarded_state_is_read_but_never_written():
+    """Also that a variable's value is where `DiscardedState` finds it."""
+    layer = keras.layers.Layer()
+    variable = layer.add_weight(
+        shape=(),
+        initializer=keras.initializers.Constant(2.0),
+        regularizer=keras.regularizers.L2(0.5),
+    )
+
+    with capture.DiscardedState(), tf.GradientTape() as tape:
+        layer.add_loss(3.0 * variable)
+        loss = sum(layer.losses)
+        variable.assign(7.0)
+        assert float(variable.value) == 7
+
+    assert float(loss) == 3 * 2 + 0.5 * 2**2
+    assert float(tape.gradient(loss, variable.value)) == 3 + 2 * 0.5 * 2
+    assert float(variable.value) == 2
+
+
+def test_a_mean_of_parts_counts_their_shares(model):
+    mean = keras.metrics.Mean()
+    model.tracked = mean
+
+    for share, value in ((0.25, 8.0), (0.75, 4.0)):
+        with capture.metrics_of_part(model, share) as results:
+            mean.update_state(value)
+            result = mean.result()
+        assert results[id(result)][0] is result
+
+    assert float(mean.result()) == 5
+    assert float(mean.count) == 1
+    assert vars(mean).keys().isdisjoint({"update_state", "result"})

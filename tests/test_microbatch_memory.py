@@ -1,0 +1,204 @@
+"""Parts of a batch need a part's memory, and no more work.
+
+The model of 24 layers keeps 32 MiB a layer for its whole batch of 65,536 rows.
+Without parts its step takes 896 MiB in a graph and 1,537 MiB in XLA.
+"""
+
+import gc
+import itertools
+
+import cases
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from reference import train
+
+import kmem
+
+MIB = 2**20
+STEP = """
+    import keras
+    import tensorflow as tf
+
+    import kmem
+
+    tf.config.threading.set_inter_op_parallelism_threads({threads})
+    inputs = outputs = keras.Input((128,))
+    for _ in range(24):
+        outputs = keras.layers.Dense(128, activation="relu")(outputs)
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse", jit_compile={jit_compile})
+    batch = tf.random.normal((65536, 128)), tf.random.normal((65536, 128))
+    dataset = tf.data.Dataset.from_tensors(batch).repeat(2)
+
+    class Peak(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.before = kmem.memory.current("CPU")
+            kmem.memory.reset_peak("CPU")
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.peak = kmem.memory.peak("CPU") - self.before
+
+    peak = Peak()
+    options = {options}
+    kmem.wrap(model).fit(dataset, verbose=0, callbacks=[peak], **options)
+    print(peak.peak)
+"""
+
+
+def peak_of_step(python, jit_compile, threads, **options):
+    code, output, errors = python.run(
+        STEP.format(jit_compile=jit_compile, threads=threads, options=options)
+    )
+    assert code == 0, errors
+    return int(output.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_a_graph_keeps_one_part_whatever_the_threads(
+    native_library, python, threads
+):
+    peak = peak_of_step(python, False, threads, microbatches=8)
+
+    assert peak <= 110 * MIB
+
+
+@pytest.mark.slow
+def test_xla_keeps_one_part(native_library, python):
+    peak = peak_of_step(python, True, 2, microbatches=8)
+
+    assert peak <= 205 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_the_whole_batch_takes_what_the_parts_save(
+    native_library, python, jit_compile
+):
+    peak = peak_of_step(python, jit_compile, 2)
+
+    assert peak >= (1500 if jit_compile else 890) * MIB
+
+
+def tower(**compile_arguments):
+    inputs = outputs = keras.Input((64,))
+    for _ in range(8):
+        outputs = keras.layers.Dense(64, activation="relu")(outputs)
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse", **compile_arguments)
+    return kmem.wrap(model)
+
+
+class Peaks(keras.callbacks.Callback):
+    """The bytes of every step above what was held before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.before = kmem.memory.current("CPU")
+        kmem.memory.reset_peak("CPU")
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps.append(kmem.memory.peak("CPU") - self.before)
+
+
+def peaks(num_steps=3, jit_compile=False, run_eagerly=False, **options):
+    model = tower(jit_compile=jit_compile, run_eagerly=run_eagerly)
+    batch = tf.random.normal((8192, 64)), tf.random.normal((8192, 64))
+    dataset = tf.data.Dataset.from_tensors(batch).repeat(num_steps)
+    callback = Peaks()
+    model.fit(
+        dataset, verbose=0, shuffle=False, callbacks=[callback], **options
+    )
+    return callback.steps
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, {"run_eagerly": True}, {"jit_compile": True}], ids=str
+)
+def test_eight_parts_take_less_than_a_quarter_of_the_bytes(
+    native_library, mode
+):
+    whole = peaks(**mode)[-1]
+    parts = peaks(**mode, microbatches=8)[-1]
+
+    # 8 layers of 2 MiB; a part and the gradients remain.
+    assert whole > 16 * MIB
+    assert parts < whole / 4
+
+
+def test_the_peak_of_a_step_repeats(native_library):
+    steps = peaks(num_steps=12, microbatches=8)[2:]
+
+    assert max(steps) / min(steps) < 1.005
+
+
+def test_every_row_goes_through_the_model_once():
+    def case():
+        model, arguments = cases.plain()
+        first = model.layers[0]
+        call = first.call
+
+        def counting(x, *args, **kwargs):
+            rows.append(int(x.shape[0]))
+            return call(x, *args, **kwargs)
+
+        first.call = counting
+        return model, arguments
+
+    rows = []
+    train(case, mode="eager", batch_size=26, microbatches=4, epochs=1)
+
+    # One part of the first step goes twice, to see how its loss is reduced.
+    assert rows[:4] == [5, 7, 7, 7]
+    assert rows[4:] == [5, 7, 7, 7] * 2
+
+
+@pytest.mark.parametrize("mode", [{}, {"jit_compile": True}], ids=str)
+def test_tracing_does_not_grow_with_the_number_of_parts(mode):
+    class CountingStep(keras.Model):
+        def train_step(self, data):
+            runs.append(None)
+            return super().train_step(data)
+
+    def num_traces(count):
+        runs.clear()
+        inputs = keras.Input((5,))
+        model = CountingStep(inputs, keras.layers.Dense(3)(inputs))
+        model.compile("sgd", "mse", **mode)
+        arguments = cases.regression() | {"batch_size": 52, "verbose": 0}
+        kmem.wrap(model).fit(**arguments, microbatches=count)
+        return len(runs)
+
+    runs = []
+
+    assert num_traces(2) == num_traces(26) <= 4
+
+
+@pytest.mark.slow
+def test_memory_returns_to_its_start_after_200_fits(native_library):
+    options = itertools.cycle(
+        [
+            {},
+            {"microbatches": 2},
+            {"microbatches": 5, "gradient_accumulation_steps": 2},
+            {"gradient_accumulation_steps": 3},
+            {"mixed_precision": "bfloat16"},
+            {"mixed_precision": "float16", "microbatches": 3},
+        ]
+    )
+    model = kmem.wrap(cases.dense())
+    arguments = cases.regression() | {"batch_size": 20, "verbose": 0}
+    held = []
+
+    for _ in range(200):
+        model.fit(**arguments, **next(options))
+        gc.collect()
+        held.append(kmem.memory.current("CPU"))
+
+    # The first rounds make what stays: variables, and one trace an option.
+    assert np.max(held[10:]) - np.min(held[10:]) == 0
