@@ -7,6 +7,7 @@ then the mean is clipped, checked and applied, once for all replicas.
 """
 
 import contextlib
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -14,6 +15,8 @@ import tensorflow as tf
 from kmem import capture
 from kmem.loss_terms import SUM
 from kmem.microbatch import BatchGradient
+
+_UNKNOWN: Any = tf.TensorShape(None)  # type: ignore[arg-type]
 
 
 class Updater:
@@ -29,7 +32,7 @@ class Updater:
         self._optimizer = optimizer
         self._steps = steps
         self._strategy = strategy
-        self._pending: _Pending | None = None
+        self._pending: Any = None  # `_Pending`, from the first batch on.
         self._flush = tf.function(
             lambda: strategy.run(self._apply_if_pending, args=(1,)),
             autograph=False,
@@ -49,7 +52,8 @@ class Updater:
             tf.distribute.get_replica_context().merge_call(
                 lambda strategy: self._make_pending(strategy, batch)
             )
-        self._pending.add(batch)
+        pending: Any = self._pending
+        pending.add(batch)
         self._apply_if_pending(self._steps)
 
     def start(self) -> None:
@@ -87,7 +91,8 @@ class Updater:
         pending = self._pending
 
         def apply():
-            self._apply_mean(*pending.read(), pending.variables)
+            sums, denominators = pending.read()
+            self._apply_mean(sums, denominators, pending.variables)
             pending.reset()
 
         def apply_everywhere(strategy):
@@ -151,7 +156,7 @@ class _Pending:
     def __init__(self, batch: BatchGradient):
         self.variables = batch.variables
         self.num_batches = tf.Variable(
-            0,
+            tf.zeros([], tf.int32),
             trainable=False,
             synchronization=tf.VariableSynchronization.ON_READ,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
@@ -215,7 +220,7 @@ class _Pending:
 def _accumulator(shape, dtype) -> tf.Variable:
     return tf.Variable(
         tf.zeros(shape, dtype),
-        shape=tf.TensorShape(None),
+        shape=_UNKNOWN,
         trainable=False,
         synchronization=tf.VariableSynchronization.ON_READ,
         aggregation=tf.VariableAggregation.SUM,

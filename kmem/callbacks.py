@@ -10,7 +10,6 @@ import keras
 
 from kmem import options
 from kmem.monitor import MemoryMonitor as MemoryMonitor
-from kmem.monitor import MemoryMonitor as MemoryMonitor
 from kmem.session import Session
 
 
@@ -61,7 +60,7 @@ class MemoryOptions(EndOfGroup):
 
     def on_train_begin(self, logs=None):
         self._remove()
-        if self.options:
+        if self.options and self.model is not None:
             self._session = Session.of(self.model, self.options)
             self._session.install(guard=True)
 

@@ -12,9 +12,9 @@ counts as a mean over rows.
 
 import contextlib
 import threading
+from typing import Any
 
 import keras
-import tensorflow as tf
 
 # Private in Keras, and used nowhere else: `Loss.__call__` looks this function
 # up in its own module. tests/test_loss_terms.py fails if that changes.
@@ -47,9 +47,9 @@ class LossTerms:
     """
 
     def __init__(self, share=None, totals=None, dropped=None):
-        self.denominators: dict[str, tf.Tensor | None] = {}
+        self.denominators: dict[str, Any] = {}
         self._share = share
-        self._totals = totals
+        self._totals = totals or {}
         self._dropped = dropped
         # Terms with the same mask and weights share a group. The tensors are
         # held so that an `id` stays one tensor's.
@@ -57,7 +57,7 @@ class LossTerms:
 
     def reduced(self, values, sample_weight, mask, reduction, dtype):
         """Reduces one term as Keras does, then scales it."""
-        loss = _reduce(values, sample_weight, mask, reduction, dtype)
+        loss: Any = _reduce(values, sample_weight, mask, reduction, dtype)
         weighs = reduction == "mean_with_sample_weight"
         if reduction == "sum":
             group = SUM

@@ -60,8 +60,8 @@ class GradientStep:
         self._optimizer = optimizer
         self._num_parts = num_parts
         self._by_group = by_group
-        self._loss: _Loss | None = None
-        self._part: _Part | None = None
+        self._loss: Any = None  # A `_Loss`, once it was looked at.
+        self._part: Any = None  # The `_Part` that was run, or traced, last.
 
     def __call__(self, data) -> BatchGradient:
         parts = Parts(data, self._num_parts)
@@ -152,7 +152,8 @@ class GradientStep:
         if self._loss is not None and not self._loss.counted:
             return {}
         totals = parts.sum(lambda data, rows: count(data))
-        return dict(zip(self._loss.counted, totals, strict=True))
+        loss: Any = self._loss
+        return dict(zip(loss.counted, totals, strict=True))
 
     def _build(self, parts: Parts) -> None:
         """Creates the variables of a model that was never called.

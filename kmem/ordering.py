@@ -26,7 +26,7 @@ def hold_back(gradients: list) -> None:
     graph = present[0].graph
     positions = {op: i for i, op in enumerate(graph.get_operations())}
     ops = {_operation(g) for g in present}
-    ordered = sorted((op for op in ops if op in positions), key=positions.get)
+    ordered = sorted(ops & positions.keys(), key=lambda op: positions[op])
     for before, after in zip(ordered, ordered[1:], strict=False):
         for tensor in after.inputs:
             op = tensor.op

@@ -65,7 +65,7 @@ class Session:
         strategy = model.distribute_strategy
         self._updater = Updater(optimizer, self._num_batches, strategy)
         parts = options.microbatches
-        self._gradient_step = GradientStep(
+        self._gradient_step: Any = GradientStep(
             model,
             self._user_train_step,
             optimizer,
@@ -210,9 +210,9 @@ def _compiled_state(model) -> tuple:
     )
 
 
-def _compiled(gradient_step: GradientStep):
+def _compiled(gradient_step):
     """The same step, its computation compiled by XLA."""
-    batch: BatchGradient | None = None
+    batch: Any = None
 
     @tf.function(jit_compile=True, autograph=False)
     def tensors(data):

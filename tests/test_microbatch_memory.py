@@ -153,7 +153,7 @@ def test_every_row_goes_through_the_model_once():
     rows = []
     train(case, mode="eager", batch_size=26, microbatches=4, epochs=1)
 
-    # One part of the first step goes twice, to see how its loss is reduced.
+    # In eager mode the first step looks at its losses before it starts.
     assert rows[:4] == [5, 7, 7, 7]
     assert rows[4:] == [5, 7, 7, 7] * 2
 
