@@ -18,6 +18,17 @@ class LossReached(BaseException):
     """Ends a step early, once its loss is known; see `capturing`."""
 
 
+def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """A layer, or a model, and all layers inside it at any depth.
+
+    `_flatten_layers` is private in Keras, which uses it for `trainable` and
+    `summary`; the public `layers` does not reach into a layer, such as the
+    two halves of a `Bidirectional`. It is used nowhere else;
+    tests/test_capture.py fails if it moves.
+    """
+    return layer._flatten_layers()
+
+
 class DiscardedState(keras.StatelessScope):
     """A scope in which every assignment to a Keras variable is lost.
 

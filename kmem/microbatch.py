@@ -162,7 +162,7 @@ class GradientStep:
         every step: a variable has to exist before a loop that reads it.
         """
         model = self._model
-        if all(layer.built for layer in model._flatten_layers()):
+        if all(layer.built for layer in capture.all_layers(model)):
             return
 
         def step(data):

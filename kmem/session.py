@@ -257,7 +257,7 @@ def _check(model, options: MemoryOptions) -> None:
         options.microbatches is not None
         and model.distribute_strategy.num_replicas_in_sync > 1
     ):
-        for layer in model._flatten_layers():
+        for layer in capture.all_layers(model):
             if getattr(layer, "synchronized", False):
                 raise ValueError(
                     "`microbatches` cannot loop over layers that synchronize "

@@ -22,9 +22,34 @@ class MemoryFit:
     memory_options: MemoryOptions | None = None
 
     def fit(self, *args, **kwargs):
+        """Keras's `fit`, which takes memory options as well.
+
+        Args:
+            *args: As in `keras.Model.fit`.
+            **kwargs: As in `keras.Model.fit`, and any of:
+                microbatches: Split every batch into this many parts; one
+                    update, of the whole batch.
+                gradient_accumulation_steps: One update for this many batches,
+                    of their union.
+                mixed_precision: `"bfloat16"`, `"float16"` or
+                    `kmem.MixedPrecision(...)`. This one changes the numbers.
+
+        Returns:
+            Keras's `History`.
+
+        Raises:
+            TypeError: If an argument is not known.
+            ValueError: If an option is not of one of its forms, or cannot
+                work with this model. Nothing has been changed then.
+        """
         return _fit(self, super().fit, args, kwargs)
 
     def train_on_batch(self, *args, **kwargs):
+        """Keras's `train_on_batch`, under `self.memory_options`.
+
+        With `gradient_accumulation_steps` a call that does not complete its
+        group makes no update.
+        """
         return _train_on_batch(self, super().train_on_batch, args, kwargs)
 
 

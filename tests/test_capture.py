@@ -86,3 +86,12 @@ def test_a_mean_of_parts_counts_their_shares(model):
     assert float(mean.result()) == 5
     assert float(mean.count) == 1
     assert vars(mean).keys().isdisjoint({"update_state", "result"})
+
+
+def test_layers_are_found_at_any_depth_the_outermost_first(model):
+    outer = keras.Sequential([keras.Input((5,)), model])
+
+    names = [layer.name for layer in capture.all_layers(outer)]
+
+    assert names[0] == outer.name
+    assert {model.name, *(layer.name for layer in model.layers)} < set(names)

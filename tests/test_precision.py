@@ -20,8 +20,8 @@ from precision_models import step_of
 
 import kmem
 from kmem import precision
+from kmem.capture import all_layers
 from kmem.options import MixedPrecision
-from kmem.precision import guards
 
 
 def check_trains_and_leaves_no_trace(model, data, dtype, mode):
@@ -304,7 +304,7 @@ def test_a_layer_that_is_left_out_computes_in_float32(name, dtype):
     chosen = model.layers[2]
     option = MixedPrecision(dtype, exclude=(chosen.name,))
     seen = output_dtypes(model, data, option)
-    inside = {layer.name for layer in guards.all_layers(chosen)}
+    inside = {layer.name for layer in all_layers(chosen)}
     for layer_name, output_dtype in seen.items():
         expected = "float32" if layer_name in inside else dtype
         assert output_dtype in (expected, "bool"), layer_name

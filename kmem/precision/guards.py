@@ -22,6 +22,8 @@ import tensorflow as tf
 # runs or is traced. There is no public way to see a cast in a user's layer.
 from tensorflow.python.framework import op_callbacks
 
+from kmem.capture import all_layers
+
 _SIXTEEN_BITS = ("bfloat16", "float16")
 # Keras casts their inputs to integers, or compares them with others.
 _TAKE_IDS = (
@@ -60,15 +62,6 @@ def mark_rounded(converted, x) -> None:
         setattr(tensor, _ROUNDED_FROM, _unknown)
     if rounded and tf.is_tensor(x):
         setattr(converted, _ROUNDED_FROM, weakref.ref(x))
-
-
-def all_layers(layer) -> list:
-    """A layer and all layers inside it.
-
-    Private in Keras. `Model.layers` is public but does not reach into layers:
-    the two halves of a `Bidirectional` would stay in float32.
-    """
-    return layer._flatten_layers()
 
 
 def concern(layer) -> bool:

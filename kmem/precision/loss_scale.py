@@ -4,12 +4,11 @@ Gradients below 6e-8 are zero in float16. So the loss is scaled before it is
 differentiated (Micikevicius et al., ICLR 2018, arXiv:1710.03740):
 g = grad(s * loss) / s, where s is halved and the update skipped when g is not
 finite. Keras's `LossScaleOptimizer` does that; this module puts one around an
-optimizer that is in use already, and looks at all replicas. What it does not
-do: become a part of the model.
+optimizer that is in use already. What it does not do: become a part of the
+model, or add up replicas, which accumulation.py does before.
 """
 
 import weakref
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -93,38 +92,15 @@ def remember_scale(optimizer) -> None:
 
 
 class _LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
-    """Skips an update on all replicas if one has a gradient that is not finite.
+    """Builds the optimizer inside before Keras's own enters a `tf.cond`.
 
-    Keras looks at the first replica only, before the gradients are summed.
+    It is given gradients that are summed over all replicas: the first
+    replica's, which is where Keras looks for infinities, are those of all.
     """
 
     def apply(self, grads, trainable_variables=None):
-        grads = list(grads)
         inner = self.inner_optimizer
-        if trainable_variables is None:
-            trainable_variables = inner._trainable_variables
-        elif not inner.built:
-            # Here, as the update is in the branch of a `tf.cond`.
+        if trainable_variables is not None and not inner.built:
             trainable_variables = list(trainable_variables)
             inner.build(trainable_variables)
-        replica = tf.distribute.get_replica_context()
-        if replica is not None and replica.num_replicas_in_sync > 1:
-            finite: Any = self.check_finite(grads)
-            finite = tf.cast(finite, tf.float32)
-            count = replica.all_reduce(tf.distribute.ReduceOp.SUM, finite)
-            everywhere = count > replica.num_replicas_in_sync - 0.5
-            nan_or_zero = tf.where(everywhere, 0.0, float("nan"))
-            grads = [_plus(gradient, nan_or_zero) for gradient in grads]
         super().apply(grads, trainable_variables)
-
-
-def _plus(gradient, scalar) -> Any:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            _plus(gradient.values, scalar),
-            gradient.indices,
-            gradient.dense_shape,
-        )
-    return gradient + tf.cast(scalar, gradient.dtype)

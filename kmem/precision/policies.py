@@ -15,10 +15,10 @@ from collections.abc import Iterator
 
 import keras
 
+from kmem.capture import all_layers
 from kmem.capture import attribute
 from kmem.options import MixedPrecision
 from kmem.precision import guards
-from kmem.precision.guards import all_layers
 
 _lock = threading.RLock()
 _entries: "weakref.WeakKeyDictionary[keras.Model, _Entry]" = (

@@ -1,0 +1,182 @@
+"""kmem's micro-batches and accumulation beside Keras's own, in one run.
+
+    python benchmarks/accumulation.py > benchmarks/accumulation.md
+
+24 layers of Dense(128) on an epoch of two and a half batches, as a whole and
+in parts of an eighth, under a learning-rate schedule. Each mode and optimizer
+has a process of its own, in which the four ways take turns. The error is the
+largest difference of a weight from whole-batch training after one epoch,
+relative to the largest change of a weight. The peak is what a step needs
+above what was held before it, and `held` what the way adds to that.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+BATCH_SIZE = 16384
+NUM_PARTS = 8
+NUM_ROWS = 5 * BATCH_SIZE // 2
+NUM_ROUNDS = 7
+WAYS = {
+    "whole batch": {},
+    "Keras, gradient_accumulation_steps=8": {},
+    "kmem, gradient_accumulation_steps=8": {
+        "gradient_accumulation_steps": NUM_PARTS
+    },
+    "kmem, microbatches=8": {"microbatches": NUM_PARTS},
+}
+
+
+def build(way, optimizer, mode):
+    """A compiled model and its batch size."""
+    import keras
+
+    import kmem
+
+    keras.utils.set_random_seed(0)
+    inputs = outputs = keras.Input((128,))
+    for _ in range(24):
+        outputs = keras.layers.Dense(128, activation="relu")(outputs)
+    model = keras.Model(inputs, outputs)
+    rate = keras.optimizers.schedules.InverseTimeDecay(1e-2, 1, 0.5)
+    steps = NUM_PARTS if way.startswith("Keras") else None
+    model.compile(
+        getattr(keras.optimizers, optimizer)(
+            rate, gradient_accumulation_steps=steps
+        ),
+        "mse",
+        jit_compile=mode == "xla",
+    )
+    in_parts = "accumulation" in way
+    size = BATCH_SIZE // NUM_PARTS if in_parts else BATCH_SIZE
+    return kmem.wrap(model), size
+
+
+def measure(optimizer, mode):
+    """Returns error, bytes and seconds for every way."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import kmem
+
+    class Step(keras.callbacks.Callback):
+        """The largest peak of a step, and what was held before it."""
+
+        def on_train_begin(self, logs=None):
+            self.peak = self.held = 0
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.before = kmem.memory.current("CPU")
+            self.held = max(self.held, self.before)
+            kmem.memory.reset_peak("CPU")
+
+        def on_train_batch_end(self, batch, logs=None):
+            peak = kmem.memory.peak("CPU") - self.before
+            self.peak = max(self.peak, peak)
+
+    rng = np.random.default_rng(0)
+    x = tf.constant(rng.normal(size=(NUM_ROWS, 128)).astype("float32"))
+    y = tf.constant(rng.normal(size=(NUM_ROWS, 128)).astype("float32"))
+    models, results = {}, {}
+    for way, options in WAYS.items():
+        held = kmem.memory.current("CPU")
+        model, size = build(way, optimizer, mode)
+        start = model.get_weights()
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(size)
+        arguments = {"x": data, "verbose": 0, "shuffle": False} | options
+        model.fit(**arguments)
+        end = model.get_weights()
+        if way == "whole batch":
+            want = end
+            moved = max(
+                np.max(np.abs(a - b)) for a, b in zip(end, start, strict=True)
+            )
+        error = max(
+            np.max(np.abs(a - b)) for a, b in zip(end, want, strict=True)
+        )
+        step = Step()
+        model.fit(**arguments, callbacks=[step])
+        models[way] = model, arguments
+        results[way] = {
+            "error": float(error / moved),
+            "peak": step.peak,
+            "held": step.held - held,
+            "seconds": [],
+        }
+    for _ in range(NUM_ROUNDS):
+        for way, (model, arguments) in models.items():
+            start = time.perf_counter()
+            model.fit(**arguments)
+            seconds = time.perf_counter() - start
+            results[way]["seconds"].append(seconds / NUM_ROWS)
+    return results
+
+
+def table(optimizer, mode):
+    process = subprocess.run(
+        [sys.executable, __file__, "--measure", optimizer, mode],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    results = json.loads(process.stdout.splitlines()[-1])
+    base = results["whole batch"]
+    for way, row in results.items():
+        ratios = [
+            a / b for a, b in zip(row["seconds"], base["seconds"], strict=True)
+        ]
+        yield (
+            f"| {mode} | {optimizer} | {way} | {row['error']:.1e} | "
+            f"{row['peak'] / 1e6:.1f} | {row['held'] / 1e6:.1f} | "
+            f"{statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f}) |"
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--measure", nargs=2, metavar=("OPTIMIZER", "MODE"))
+    arguments = parser.parse_args()
+    if arguments.measure:
+        print(json.dumps(measure(*arguments.measure)))
+        return
+    import importlib.metadata
+
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("kmem", "tensorflow", "keras")
+    )
+    print("# Micro-batches and accumulation beside Keras's own\n")
+    print(
+        f"{datetime.date.today()}; {platform.machine()}, {os.cpu_count()} "
+        f"cores, no GPU; {versions}; Python {platform.python_version()}.\n"
+    )
+    print(
+        f"24 layers of Dense(128), {NUM_ROWS} rows in batches of {BATCH_SIZE}"
+        f" or parts of {BATCH_SIZE // NUM_PARTS}, with a schedule of the "
+        "learning rate. Error: the largest difference of a weight from "
+        "whole-batch training after one epoch, relative to the largest "
+        "change of a weight. Peak: bytes of a step above what was held "
+        "before it. Held: model, optimizer, data and accumulators. Time a "
+        f"row, relative to the whole batch: median of {NUM_ROUNDS} rounds "
+        "(range). The last batch of the epoch is a half.\n"
+    )
+    print("| mode | optimizer | way | error | peak, MB | held, MB | time |")
+    print("|---|---|---|---|---|---|---|")
+    for mode in ("graph", "xla"):
+        for optimizer in ("SGD", "Adam"):
+            for line in table(optimizer, mode):
+                print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
