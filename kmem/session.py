@@ -293,9 +293,17 @@ def _batch_rows(arguments: Mapping[str, Any]) -> int | None:
             if getattr(spec, "shape", None) is not None and spec.shape.rank
         ]
         return leaves[0].shape[0] if leaves else None
-    leaves = [leaf for leaf in keras.tree.flatten(x) if hasattr(leaf, "shape")]
-    if not leaves or not leaves[0].shape:
+    if isinstance(x, keras.utils.PyDataset):
+        return _num_rows(x[0])
+    num_rows = _num_rows(x)
+    if num_rows is None:
         return None
     share = 1 - (arguments.get("validation_split") or 0)
     batch_size = arguments.get("batch_size") or _KERAS_BATCH_SIZE
-    return min(batch_size, int(leaves[0].shape[0] * share))
+    return min(batch_size, int(num_rows * share))
+
+
+def _num_rows(arrays) -> int | None:
+    leaves = keras.tree.flatten(arrays)
+    leaves = [leaf for leaf in leaves if getattr(leaf, "shape", None)]
+    return leaves[0].shape[0] if leaves else None

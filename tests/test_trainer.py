@@ -360,16 +360,29 @@ def test_bad_options_change_nothing(model, arguments, options, error, message):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("batched", [True, False])
-def test_too_many_parts_are_refused_whatever_the_data_is(model, batched):
-    arguments = cases.regression()
-    data = (arguments["x"], arguments["y"])
-    if batched:
-        data = tf.data.Dataset.from_tensor_slices(data)
-        data = (data.batch(20, drop_remainder=True),)
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
 
+    def __getitem__(self, index):
+        arguments = cases.regression()
+        return arguments["x"][:20], arguments["y"][:20]
+
+
+def arrays():
+    arguments = cases.regression()
+    return arguments["x"], arguments["y"]
+
+
+def dataset():
+    data = tf.data.Dataset.from_tensor_slices(arrays())
+    return (data.batch(20, drop_remainder=True),)
+
+
+@pytest.mark.parametrize("data", [arrays, dataset, lambda: (Batches(),)])
+def test_too_many_parts_are_refused_whatever_the_data_is(model, data):
     with pytest.raises(ValueError, match="not be larger than the batch"):
-        model.fit(*data, microbatches=33)
+        model.fit(*data(), microbatches=33)
 
 
 def test_a_model_must_be_compiled():
