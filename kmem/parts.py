@@ -55,35 +55,33 @@ class Parts:
         if self._count == 1:
             return function(self._data, self.rows)
 
-        def add(index, total, size):
+        def add(index, total):
             start = self._first_size + (index - 1) * self._size
-            start = tf.maximum(start, 0)
+            size = self._size
+            if outputs is not None:
+                is_first = index == 0
+                start = tf.where(is_first, 0, start)
+                size = tf.where(is_first, self._first_size, size)
             part = function(self._slice(start, size), size)
             return [a + b for a, b in zip(total, part, strict=True)]
 
         if outputs is None:
             part = self._slice(0, self._first_size)
-            total, index = function(part, self._first_size), 1
+            total, first_index = function(part, self._first_size), 1
         else:
-            total, index = [tf.zeros(t.shape, t.dtype) for t in outputs], 0
+            total = [tf.zeros(t.shape, t.dtype) for t in outputs]
+            first_index = 0
         if tf.executing_eagerly():
-            for index in range(1, int(self._num_parts)):
-                total = add(index, total, self._size)
+            for index in range(first_index, int(self._num_parts)):
+                total = add(index, total)
             return total
-
-        def body(index, total):
-            size = self._size
-            if outputs is not None:
-                size = tf.where(index == 0, self._first_size, size)
-            return index + 1, add(index, total, size)
-
         # The loop's body waits for its index, hence for a first part outside.
         with tf.control_dependencies(total):
-            index = tf.constant(index)
+            first_index = tf.constant(first_index)
         _, total = tf.while_loop(
             lambda index, total: index < self._num_parts,
-            body,
-            (index, total),
+            lambda index, total: (index + 1, add(index, total)),
+            (first_index, total),
             parallel_iterations=1,
         )
         return total
@@ -94,16 +92,15 @@ class Parts:
                 return leaf
             if isinstance(leaf, tf.RaggedTensor):
                 return leaf[start : start + size]
-            shape = tf.shape(leaf, out_type=tf.int32)
+            row_shape = tf.shape(leaf, out_type=tf.int32)[1:]
+            begin = tf.concat([[start], tf.zeros_like(row_shape)], axis=0)
+            extent = tf.concat([[size], row_shape], axis=0)
             if isinstance(leaf, tf.SparseTensor):
-                begin = tf.concat([[start], tf.zeros_like(shape[1:])], axis=0)
-                end = tf.concat([[size], shape[1:]], axis=0)
                 return tf.sparse.slice(
-                    leaf, tf.cast(begin, tf.int64), tf.cast(end, tf.int64)
+                    leaf, tf.cast(begin, tf.int64), tf.cast(extent, tf.int64)
                 )
-            begin = tf.concat([[start], tf.zeros_like(shape[1:])], axis=0)
-            end = tf.concat([[size], shape[1:]], axis=0)
-            part = tf.slice(leaf, begin, end)
+            # Not `leaf[start:start + size]`: XLA must know the size.
+            part = tf.slice(leaf, begin, extent)
             part.set_shape([None, *leaf.shape[1:]])
             return part
 
