@@ -71,7 +71,8 @@ class GradientStep:
         if self._by_group and self._loss is not None:
             base, apart = self._loss.split()
         sums = self._sum_tensors(parts, totals, apart)
-        part = self._part
+        # Not kept: in eager mode it holds a part's gradients.
+        part, self._part = self._part, None
         gradients, logs = part.unpack(sums)
         if part.sums_rows:
             base = SUM

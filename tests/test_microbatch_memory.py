@@ -178,6 +178,19 @@ def test_tracing_does_not_grow_with_the_number_of_parts(mode):
     assert num_traces(2) == num_traces(26) <= 4
 
 
+def test_eager_mode_holds_nothing_after_fit(native_library):
+    model = tower(run_eagerly=True)
+    batch = tf.random.normal((64, 64)), tf.random.normal((64, 64))
+    model.fit(*batch, verbose=0)
+    gc.collect()
+    before = kmem.memory.current("CPU")
+
+    model.fit(*batch, verbose=0, microbatches=4)
+    gc.collect()
+
+    assert kmem.memory.current("CPU") == before
+
+
 @pytest.mark.slow
 def test_memory_returns_to_its_start_after_200_fits(native_library):
     options = itertools.cycle(

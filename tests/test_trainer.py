@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from reference import relative_error
 from reference import state
 
 import kmem
@@ -231,6 +232,22 @@ def test_train_on_batch_follows_the_options_of_the_model(model, arguments):
 
     np.testing.assert_allclose(got, want, rtol=1e-6)
     assert set(sizes) == {4}
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("name", ["plain", "masked_sum_over_batch_size"])
+def test_train_on_batch_in_parts_is_train_on_batch(name, jit_compile):
+    states = []
+    for options in (None, kmem.MemoryOptions(microbatches=4)):
+        keras.utils.set_random_seed(0)
+        model, arguments = cases.ALL[name]()
+        model.jit_compile = jit_compile
+        kmem.wrap(model).memory_options = options
+        model.train_on_batch(arguments["x"][:21], arguments["y"][:21])
+        states.append(state(model))
+
+    whole, parts = states
+    assert relative_error(parts, whole) < 1e-6
 
 
 def test_train_on_batch_is_plain_again_without_options(model, arguments):
