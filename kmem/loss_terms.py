@@ -11,14 +11,18 @@ counts as a mean over rows.
 """
 
 import contextlib
+import functools
 import threading
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 # Private in Keras, and used nowhere else: `Loss.__call__` looks this function
 # up in its own module. tests/test_loss_terms.py fails if that changes.
 from keras.src.losses import loss as keras_loss
+
+from kmem.capture import attribute
 
 ROWS = "rows"
 SUM = "sum"
@@ -80,6 +84,14 @@ class LossTerms:
                 self.denominators[group] = _reduce(
                     ones, weight, mask, "sum", dtype
                 )
+        return self._scaled(loss, group)
+
+    def summed(self, loss):
+        """Scales a term that adds up over the rows."""
+        self.denominators[SUM] = None
+        return self._scaled(loss, SUM)
+
+    def _scaled(self, loss, group):
         if group == self._dropped:
             return keras.ops.zeros_like(loss)
         if self._share is None or group == ROWS:
@@ -92,16 +104,45 @@ class LossTerms:
 
 
 @contextlib.contextmanager
-def recording(terms: LossTerms):
-    """Lets `terms` see, and scale, every Keras loss of this thread."""
+def recording(terms: LossTerms, layers=()):
+    """Lets `terms` see, and scale, every Keras loss of this thread.
+
+    Args:
+        terms: Where the losses are recorded.
+        layers: Layers whose activity regularizers are recorded too, where
+            Keras adds them up.
+    """
     before = getattr(_local, "terms", None)
     _local.terms = terms
     _hook(+1)
     try:
-        yield terms
+        with contextlib.ExitStack() as stack:
+            for layer in layers:
+                penalty = layer.activity_regularizer
+                if penalty is not None and _activities_add_up():
+                    summed = functools.partial(_summed, terms, penalty)
+                    change = attribute(layer, "activity_regularizer", summed)
+                    stack.enter_context(change)
+            yield terms
     finally:
         _hook(-1)
         _local.terms = before
+
+
+def _summed(terms: LossTerms, penalty, output):
+    return terms.summed(penalty(output))
+
+
+@functools.cache
+def _activities_add_up() -> bool:
+    """Whether Keras adds up activity penalties over a batch.
+
+    It did before it took to dividing them by the rows, in a 3.x release.
+    """
+    with tf.init_scope():
+        layer = keras.layers.ActivityRegularization(l2=1.0, dtype="float32")
+        layer(tf.ones((2, 1)))
+        return float(layer.losses[0]) > 1.5
 
 
 def _hook(change: int) -> None:

@@ -115,20 +115,21 @@ class GradientStep:
         """Runs the step on one part, without its update."""
         share = tf.cast(rows, tf.float64) / tf.cast(batch_rows, tf.float64)
         split = self._num_parts > 1
+        layers = capture.all_layers(self._model)
         updates = []
         # Before the step proper, so that they draw the same random numbers.
         for group in apart:
             terms = LossTerms(share if split else None, totals, dropped=group)
             with (
                 capture.DiscardedState(),
-                recording(terms),
+                recording(terms, layers),
                 capture.capturing(self._model, self._optimizer) as update,
             ):
                 self._train_step(data)
             updates.append(update)
         terms = LossTerms(share if split else None, totals)
         with (
-            recording(terms),
+            recording(terms, layers),
             capture.metrics_of_part(self._model, share) as results,
             capture.capturing(self._model, self._optimizer) as update,
         ):
@@ -181,7 +182,8 @@ class GradientStep:
     def _count(self, data) -> list[tf.Tensor]:
         model = self._model
         terms = LossTerms()
-        with capture.DiscardedState(), recording(terms):
+        layers = capture.all_layers(model)
+        with capture.DiscardedState(), recording(terms, layers):
             try:
                 with capture.capturing(model, self._optimizer, until_loss=True):
                     self._train_step(data)
