@@ -128,7 +128,7 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
 
 
 @contextlib.contextmanager
-def metrics_of_part(model, share) -> Iterator[dict[int, tuple]]:
+def metrics_of_part(model, share) -> Iterator[dict[int | str, tuple]]:
     """Lets the model's metrics count one part of a batch.
 
     A mean of scalars that is updated without a weight counts `share`, so that
@@ -139,10 +139,11 @@ def metrics_of_part(model, share) -> Iterator[dict[int, tuple]]:
         share: The part's rows over the batch's rows, a scalar.
 
     Yields:
-        A dictionary that maps the `id` of every result that a metric gives to
-        a pair: the result, and a function that computes it anew.
+        A dictionary that maps every result that a metric gives, by its `id`
+        and by its name, to a pair: the result, and a function that computes
+        it anew.
     """
-    results: dict[int, tuple] = {}
+    results: dict[int | str, tuple] = {}
 
     def recording_result(metric):
         compute = metric.result
@@ -150,9 +151,12 @@ def metrics_of_part(model, share) -> Iterator[dict[int, tuple]]:
         def result():
             value = compute()
             leaves = keras.tree.flatten(value)
+            names = sorted(value) if isinstance(value, dict) else [metric.name]
             for position, leaf in enumerate(leaves):
                 anew = functools.partial(_nth_leaf, compute, position)
                 results[id(leaf)] = (leaf, anew)
+                if position < len(names):
+                    results[names[position]] = (leaf, anew)
             return value
 
         return result

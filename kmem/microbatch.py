@@ -252,7 +252,7 @@ class _Part:
         self.sums_rows = updates[0].sums_rows
         self.variables = updates[0].variables
         self._logs = logs
-        self._results = results if split else {}
+        self._anew = _recomputed(logs, results if split else {})
         weight = share if split else None
         gradient_weight = None if self.sums_rows else weight
         # Rows that occur in several addends add up, so no `IndexedSlices`.
@@ -267,8 +267,10 @@ class _Part:
         ]
         self._raw_logs = [
             _weighted_log(leaf, weight)
-            for leaf in keras.tree.flatten(logs)
-            if id(leaf) not in self._results
+            for leaf, anew in zip(
+                keras.tree.flatten(logs), self._anew, strict=True
+            )
+            if anew is None
         ]
 
     def tensors(self) -> list[tf.Tensor]:
@@ -283,12 +285,27 @@ class _Part:
             for gradients in self._gradients
         ]
 
-        def whole(leaf):
-            if id(leaf) in self._results:
-                return self._results[id(leaf)][1]()
-            return next(rest)
+        leaves = [
+            next(rest) if compute is None else compute()
+            for compute in self._anew
+        ]
+        return gradients, keras.tree.pack_sequence_as(self._logs, leaves)
 
-        return gradients, keras.tree.map_structure(whole, self._logs)
+
+def _recomputed(logs, results) -> list:
+    """For each leaf of the logs, how to compute it from its metric's state;
+    `None` if it is no metric's result."""
+    leaves = keras.tree.flatten(logs)
+    named = isinstance(logs, dict) and len(logs) == len(leaves)
+    names = sorted(logs) if named else [None] * len(leaves)
+    recomputed = []
+    for leaf, name in zip(leaves, names, strict=True):
+        result = results.get(id(leaf))
+        if result is None and not tf.is_tensor(leaf):
+            # Keras 3.12 makes NumPy arrays of results in eager mode.
+            result = results.get(name)
+        recomputed.append(None if result is None else result[1])
+    return recomputed
 
 
 def _weighted(gradient, shape, weight, dense: bool):
