@@ -163,32 +163,25 @@ class GradientStep:
         Tracing is enough, and runs nothing. Keras does the same, but for
         every step: a variable has to exist before a loop that reads it.
         """
-        model = self._model
-        if all(layer.built for layer in capture.all_layers(model)):
+        if all(layer.built for layer in capture.all_layers(self._model)):
             return
+        trace = tf.function(self._run_until_loss, autograph=False)
+        trace.get_concrete_function(parts.spec)
 
-        def step(data):
-            with capture.capturing(model, self._optimizer, until_loss=True):
+    def _run_until_loss(self, data) -> None:
+        model, optimizer = self._model, self._optimizer
+        try:
+            with capture.capturing(model, optimizer, until_loss=True):
                 self._train_step(data)
-
-        def trace(data):
-            try:
-                step(data)
-            except capture.LossReached:
-                pass
-
-        tf.function(trace, autograph=False).get_concrete_function(parts.spec)
+        except capture.LossReached:
+            pass
 
     def _count(self, data) -> list[tf.Tensor]:
         model = self._model
         terms = LossTerms()
         layers = capture.all_layers(model)
         with capture.DiscardedState(), recording(terms, layers):
-            try:
-                with capture.capturing(model, self._optimizer, until_loss=True):
-                    self._train_step(data)
-            except capture.LossReached:
-                pass
+            self._run_until_loss(data)
             self._loss = _Loss.of(model, self._train_step, terms)
         return [
             tf.cast(terms.denominators[group], tf.float64)
