@@ -1,0 +1,222 @@
+"""A model as a planner sees it: stages, each with a forward and a backward.
+
+A plan for it is a list of segments: contiguous stages that keep nothing of
+their forward pass but what enters them, and run again before their backward
+pass, where segments within may again keep nothing. That is what
+`remat.recompute` can do, and on a chain it is the class of schedules that
+Beaumont et al. (2019) call memory-persistent.
+"""
+
+import dataclasses
+import functools
+
+from kmem.planning.graph import Graph
+from kmem.planning.graph import Operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One operation of the model, forward and backward.
+
+    Attributes:
+        name: The layer's name, or another that a person knows it by.
+        inputs: The values it reads.
+        outputs: The values it makes. One that shares its memory with an
+            input (a reshape) is that input, and is not listed.
+        kept: Those of its inputs and outputs that its backward pass reads.
+        gradients: Those of its inputs that get a gradient.
+        residual_bytes: What the backward pass reads besides `kept`.
+        gradient_bytes: The gradients of its parameters, which stay until the
+            step ends.
+        forward_seconds: The time of the forward pass.
+        backward_seconds: The time of the backward pass.
+        forward_workspace_bytes: What it needs besides, while it runs.
+        backward_workspace_bytes: The same, of its backward pass.
+        recomputable: Whether it may run twice.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    kept: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    residual_bytes: int = 0
+    gradient_bytes: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
+    recomputable: bool = True
+
+    @property
+    def has_backward(self) -> bool:
+        return bool(self.gradients) or self.gradient_bytes > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Stages `start` to `stop - 1`, and the segments within, in order."""
+
+    start: int
+    stop: int
+    inner: tuple["Segment", ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Stages in the order in which the model runs them.
+
+    Attributes:
+        stages: What one reads is an input or was made before it.
+        value_bytes: The size of each value, which is a number.
+        inputs: Values that exist before the step: the batch.
+        resident_bytes: Parameters, optimizer, and what else stays.
+    """
+
+    stages: tuple[Stage, ...]
+    value_bytes: tuple[int, ...]
+    inputs: frozenset[int] = frozenset()
+    resident_bytes: int = 0
+
+    @functools.cached_property
+    def backward_index(self) -> dict[int, int]:
+        """Stage -> its backward operation in `graph`."""
+        stages = range(len(self.stages) - 1, -1, -1)
+        present = [s for s in stages if self.stages[s].has_backward]
+        return {s: len(self.stages) + i for i, s in enumerate(present)}
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """The step as operations: stage `i`'s forward pass is operation `i`.
+
+        Every reader of a value hands its gradient back in a tensor of its
+        own; the value's maker adds them up.
+        """
+        sizes = list(self.value_bytes)
+        forward, residuals = [], {}
+
+        def new(num_bytes: int) -> int:
+            sizes.append(num_bytes)
+            return len(sizes) - 1
+
+        for index, stage in enumerate(self.stages):
+            outputs = list(stage.outputs)
+            if stage.residual_bytes:
+                residuals[index] = new(stage.residual_bytes)
+                outputs.append(residuals[index])
+            forward.append(
+                Operation(
+                    name=stage.name,
+                    inputs=stage.inputs,
+                    outputs=tuple(outputs),
+                    seconds=stage.forward_seconds,
+                    workspace_bytes=stage.forward_workspace_bytes,
+                    recomputable=stage.recomputable,
+                )
+            )
+        backward, results = [], set()
+        shares: dict[int, list[int]] = {}
+        for index in self.backward_index:
+            stage = self.stages[index]
+            inputs = list(stage.kept)
+            if index in residuals:
+                inputs.append(residuals[index])
+            added = 0
+            for value in stage.outputs:
+                parts = shares.get(value, [])
+                inputs += parts
+                if len(parts) > 1:
+                    added += self.value_bytes[value]
+            outputs = []
+            for value in stage.gradients:
+                outputs.append(new(self.value_bytes[value]))
+                shares.setdefault(value, []).append(outputs[-1])
+            if stage.gradient_bytes:
+                outputs.append(new(stage.gradient_bytes))
+                results.add(outputs[-1])
+            backward.append(
+                Operation(
+                    name=f"{stage.name}, backward",
+                    inputs=tuple(inputs),
+                    outputs=tuple(outputs),
+                    seconds=stage.backward_seconds,
+                    workspace_bytes=stage.backward_workspace_bytes + added,
+                    recomputable=False,
+                )
+            )
+        return Graph(
+            operations=(*forward, *backward),
+            tensor_bytes=tuple(sizes),
+            constants=self.inputs,
+            results=frozenset(results),
+            num_forward=len(forward),
+            resident_bytes=self.resident_bytes,
+        )
+
+    def schedule(self, segments: tuple[Segment, ...]) -> tuple[int, ...]:
+        """The order in which a plan's operations run, for `graph`.
+
+        A recomputation runs only what the backward pass of its segment
+        reads, or what leads to that: not, say, a convolution whose output
+        nobody within needs.
+        """
+        order = list(range(len(self.stages)))
+        self._append_backward(order, 0, len(self.stages), segments)
+        return tuple(order)
+
+    def _append_backward(self, order, start, stop, segments) -> None:
+        for item in reversed(_items(start, stop, segments)):
+            if isinstance(item, Segment):
+                order += self.recomputed(item)
+                self._append_backward(order, item.start, item.stop, item.inner)
+            elif item in self.backward_index:
+                order.append(self.backward_index[item])
+
+    def recomputed(self, segment: Segment) -> list[int]:
+        """The stages that run again before a segment's backward pass."""
+        return self._walk(segment)[0]
+
+    def retained(self, segment: Segment) -> set[int]:
+        """The values from before a segment that its recomputation reads."""
+        return self._walk(segment)[1]
+
+    def _walk(self, segment: Segment) -> tuple[list[int], set[int]]:
+        needed: set[int] = set()
+        order: list[int] = []
+
+        def run(index: int) -> None:
+            stage = self.stages[index]
+            order.append(index)
+            needed.difference_update(stage.outputs)
+            needed.update(stage.inputs)
+
+        items = _items(segment.start, segment.stop, segment.inner)
+        for item in reversed(items):
+            if isinstance(item, Segment):
+                inner = self.retained(item)
+                for index in range(item.stop - 1, item.start - 1, -1):
+                    if needed.intersection(self.stages[index].outputs):
+                        run(index)
+                needed |= inner
+                continue
+            stage = self.stages[item]
+            # Its backward pass reads them whether it runs again or not.
+            kept = set(stage.kept) if stage.has_backward else set()
+            if (
+                needed.intersection(stage.outputs)
+                or kept.intersection(stage.outputs)
+                or (stage.residual_bytes and stage.has_backward)
+            ):
+                run(item)
+            needed |= kept - set(stage.outputs)
+        return order[::-1], needed
+
+
+def _items(start: int, stop: int, segments) -> list["int | Segment"]:
+    """Stages that are in no segment, and segments, in order."""
+    items: list[int | Segment] = []
+    for segment in segments:
+        items += range(start, segment.start)
+        items.append(segment)
+        start = segment.stop
+    return items + list(range(start, stop))

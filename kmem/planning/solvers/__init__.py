@@ -1,0 +1,1 @@
+"""One algorithm a module; each gives a schedule or segments."""
