@@ -6,6 +6,7 @@ made, and what is used again later has to be made again before.
 """
 
 import dataclasses
+import functools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,19 +66,49 @@ class Graph:
                     f"it. Received: operations[{index}] ({operation.name}) "
                     f"reads {sorted(missing)}"
                 )
-            made.update(operation.outputs)
+            for tensor in operation.outputs:
+                if tensor in made:
+                    raise ValueError(
+                        "A tensor must be made by one operation. Received: "
+                        f"operations[{index}] ({operation.name}) makes "
+                        f"{tensor} again"
+                    )
+                made.add(tensor)
         if not self.results <= made:
             raise ValueError(
                 "`results` must be made by the operations. Received: "
                 f"{sorted(self.results - made)}"
             )
 
-    @property
+    @functools.cached_property
+    def maker(self) -> dict[int, int]:
+        """Tensor -> the operation that makes it; constants have none."""
+        return {
+            tensor: index
+            for index, operation in enumerate(self.operations)
+            for tensor in operation.outputs
+        }
+
+    @functools.cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """Tensor -> the operations that read it, in program order."""
+        readers: list[list[int]] = [[] for _ in self.tensor_bytes]
+        for index, operation in enumerate(self.operations):
+            for tensor in set(operation.inputs):
+                readers[tensor].append(index)
+        return tuple(map(tuple, readers))
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """The time of the program."""
+        return sum(operation.seconds for operation in self.operations)
+
+    @functools.cached_property
     def program(self) -> tuple[int, ...]:
         """The schedule that runs every operation once."""
         return tuple(range(len(self.operations)))
 
-    @property
+    @functools.cached_property
     def constant_bytes(self) -> int:
         """What no schedule can do without."""
         constants = sum(self.tensor_bytes[t] for t in self.constants)
