@@ -1,0 +1,175 @@
+"""Runs a Keras model by a plan: its segments through `remat.recompute`."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from kmem import remat
+from kmem.keras_graph import opening
+from kmem.keras_graph.recording import Frame
+from kmem.planning.network import Segment
+
+_Segments = tuple[Segment, ...]
+
+
+def applied(
+    model: keras.Model, frame: Frame, segments: _Segments
+) -> contextlib.AbstractContextManager[None]:
+    """Lets a model that is called within follow a plan.
+
+    Args:
+        model: The model.
+        frame: Its call, as recorded.
+        segments: The plan, in numbers of the recorded calls.
+    """
+    return opening.opened(model, _Planned(model, frame, segments))
+
+
+class _State(threading.local):
+    """Where a thread is: replicas trace a step in turns.
+
+    Attributes:
+        next: The frame of the opened model that is about to be called, with
+            the segments within it.
+        trees: The subclassed models that are running: how to run their next
+            child, or `None` where children are not to be seen.
+    """
+
+    def __init__(self):
+        self.next: tuple[Frame, _Segments] | None = None
+        self.trees: list[_Tree | None] = []
+
+
+class _Tree:
+    """A subclassed model that is running."""
+
+    def __init__(self, frame: Frame, segments: _Segments):
+        self.frame = frame
+        self.segments = segments
+        self.num_called = 0
+
+
+class _Planned(opening.Visitor):
+    def __init__(self, model, frame: Frame, segments: _Segments):
+        self._model = model
+        self._plan = frame, segments
+        self._state = _State()
+
+    def run_line(self, model, line, values, bind):
+        plan = self._take_plan(model)
+        if plan is None:
+            return super().run_line(model, line, values, bind)
+        frame, segments = plan
+        run = _LineRun(self, line, frame, bind)
+        with self._hidden(None):
+            run.parts(values, 0, len(line.parts), segments)
+
+    def run_tree(self, model, call: Callable, args, kwargs):
+        plan = self._take_plan(model)
+        with self._hidden(_Tree(*plan) if plan else None):
+            return call(*args, **kwargs)
+
+    def run_child(self, layer, call: Callable, args, kwargs):
+        tree = self._state.trees[-1] if self._state.trees else None
+        if tree is None:
+            return call(*args, **kwargs)
+        number = tree.num_called
+        tree.num_called += 1
+        if number >= len(tree.frame.spans):
+            return call(*args, **kwargs)
+        span = tree.frame.spans[number]
+        segments = _within(tree.segments, *span)
+
+        def run(*args, **kwargs):
+            with self._hidden(None):
+                self.enter(tree.frame.inner.get(number), inner)
+                return call(*args, **kwargs)
+
+        own = [s for s in segments if (s.start, s.stop) == span]
+        inner = own[0].inner if own else segments
+        if own:
+            return remat.recompute(run)(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    def enter(self, frame: Frame | None, segments: _Segments) -> None:
+        """Says what the opened model that is called next has to follow."""
+        self._state.next = None if frame is None else (frame, segments)
+
+    def _take_plan(self, model) -> tuple[Frame, _Segments] | None:
+        plan, self._state.next = self._state.next, None
+        if plan is None and model is self._model and not self._state.trees:
+            return self._plan
+        return plan
+
+    @contextlib.contextmanager
+    def _hidden(self, tree: _Tree | None):
+        self._state.trees.append(tree)
+        try:
+            yield
+        finally:
+            self._state.trees.pop()
+
+
+class _LineRun:
+    """One run of a Functional model's parts."""
+
+    def __init__(self, visitor: _Planned, line: opening.Line, frame, bind):
+        self._visitor = visitor
+        self._line = line
+        self._frame = frame
+        self._bind = bind
+
+    def parts(
+        self, values: dict[int, Any], start: int, stop: int, segments: _Segments
+    ) -> None:
+        """Runs parts `start` to `stop - 1`."""
+        position = start
+        while position < stop:
+            begin, end = self._frame.spans[position]
+            inner = _within(segments, begin, end)
+            segment = next((s for s in segments if s.start == begin), None)
+            if segment is not None and end > begin and segment.stop >= end:
+                last = self._segment(values, position, segment)
+            else:
+                frame = self._frame.inner.get(position)
+                self._visitor.enter(frame, inner)
+                part = self._line.parts[position]
+                opening.run_part(part, values, self._bind(part.operation))
+                last = position + 1
+            for done in range(position, last):
+                part = self._line.parts[done]
+                for key in (*part.reads, *part.makes):
+                    if self._line.last_reads.get(key, -1) < last:
+                        values.pop(key, None)
+            position = last
+
+    def _segment(self, values, start: int, segment: Segment) -> int:
+        """Runs a segment as one function; returns the part after it."""
+        stop = start
+        while (
+            stop < len(self._frame.spans)
+            and self._frame.spans[stop][1] <= segment.stop
+        ):
+            stop += 1
+        parts = self._line.parts[start:stop]
+        made = dict.fromkeys(key for part in parts for key in part.makes)
+        read = dict.fromkeys(key for part in parts for key in part.reads)
+        reads = [key for key in read if key not in made]
+        last_reads = self._line.last_reads
+        makes = [key for key in made if last_reads.get(key, -1) >= stop]
+
+        def run(*tensors):
+            local = dict(zip(reads, tensors, strict=True))
+            self.parts(local, start, stop, segment.inner)
+            return [local[key] for key in makes]
+
+        results = remat.recompute(run)(*[values[key] for key in reads])
+        values.update(zip(makes, results, strict=True))
+        return stop
+
+
+def _within(segments: _Segments, start: int, stop: int) -> _Segments:
+    return tuple(s for s in segments if start <= s.start and s.stop <= stop)

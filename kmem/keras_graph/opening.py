@@ -1,0 +1,190 @@
+"""Runs a Keras model part by part, without changing it.
+
+A model is opened: while it is called, each of its parts (a layer, or an
+operation such as `+`) comes to a visitor, which runs it. A `Functional` or
+`Sequential` model is a line: its parts are known beforehand, so that several
+in a row can be run as one function. Of a subclassed model only its calls of
+layers are seen, one at a time. Models inside models are opened as well; other
+layers are not.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from kmem.capture import all_layers
+from kmem.capture import attribute
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One call in a line.
+
+    Attributes:
+        operation: The layer, model or operation.
+        reads: The line's values that it takes, by key.
+        makes: The values that it gives.
+        arguments: Turns `{key: tensor}` into its positional and keyword
+            arguments.
+    """
+
+    operation: Any
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    arguments: Callable[[dict], tuple[tuple, dict]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A Functional model's parts, in the order in which Keras runs them."""
+
+    parts: tuple[Part, ...]
+    outputs: tuple[int, ...]
+
+    @functools.cached_property
+    def last_reads(self) -> dict[int, int]:
+        """Value -> the last part that reads it; outputs are read after all."""
+        last = {
+            key: position
+            for position, part in enumerate(self.parts)
+            for key in part.reads
+        }
+        return last | dict.fromkeys(self.outputs, len(self.parts))
+
+
+class Visitor:
+    """What runs the parts of an opened model; this one just runs them."""
+
+    def run_line(
+        self,
+        model: keras.Model,
+        line: Line,
+        values: dict[int, Any],
+        bind: Callable[[Any], Callable],
+    ) -> None:
+        """Runs a line's parts.
+
+        Args:
+            model: The Functional model.
+            line: Its parts.
+            values: The values so far, to be completed with the outputs.
+            bind: Gives the function that calls an operation, with what Keras
+                hands down (`training`).
+        """
+        for part in line.parts:
+            run_part(part, values, bind(part.operation))
+
+    def run_tree(self, model: keras.Model, call: Callable, args, kwargs):
+        """Runs a subclassed model's `call`."""
+        return call(*args, **kwargs)
+
+    def run_child(self, layer, call: Callable, args, kwargs):
+        """Runs the `call` of a layer that a subclassed model calls."""
+        return call(*args, **kwargs)
+
+
+def run_part(part: Part, values: dict[int, Any], function: Callable) -> None:
+    """Runs one part of a line, and stores what it makes in `values`."""
+    args, kwargs = part.arguments(values)
+    outputs = keras.tree.flatten(function(*args, **kwargs))
+    values.update(zip(part.makes, outputs, strict=True))
+
+
+def opens(operation) -> bool:
+    """Whether an operation is opened: a model, but no layer."""
+    return isinstance(operation, keras.Model)
+
+
+@contextlib.contextmanager
+def opened(model: keras.Model, visitor: Visitor) -> Iterator[None]:
+    """Lets a visitor run the parts of a model that is called within."""
+    with contextlib.ExitStack() as stack:
+        models = [layer for layer in all_layers(model) if opens(layer)]
+        trees: list[keras.Model] = []
+        for each in models:
+            functional = _functional(each)
+            if functional is None:
+                trees.append(each)
+                continue
+            run = _line_runner(each, functional, visitor)
+            stack.enter_context(attribute(functional, _RUN, run))
+        children = {}
+        for tree in trees:
+            run = functools.partial(_run_tree, visitor, tree, tree.call)
+            stack.enter_context(attribute(tree, "call", run))
+            children |= {id(layer): layer for layer in _children(tree)}
+        for layer in children.values():
+            run = functools.partial(_run_child, visitor, layer, layer.call)
+            stack.enter_context(attribute(layer, "call", run))
+        yield
+
+
+# The method with which a Functional model runs its operations, given what to
+# call them with. Private in Keras, as are the nodes below; used only here.
+# tests/test_opening.py fails if they move.
+_RUN = "_run_through_graph"
+
+
+def _functional(model):
+    """The model that has the graph; `None` of a subclassed one.
+
+    A `Sequential` keeps one inside, once it is built.
+    """
+    if isinstance(model, keras.Sequential):
+        return model._functional
+    return model if hasattr(model, _RUN) else None
+
+
+def _line_runner(model, functional, visitor: Visitor):
+    line = _read_line(functional)
+    plain = getattr(functional, _RUN)
+
+    def run(inputs, operation_fn=lambda operation: operation, call_fn=None):
+        flat = keras.tree.flatten(inputs)
+        if call_fn is not None or any(
+            keras.utils.is_keras_tensor(x) for x in flat
+        ):
+            return plain(inputs, operation_fn=operation_fn, call_fn=call_fn)
+        keys = [id(x) for x in functional.inputs]
+        values = dict(zip(keys, flat, strict=True))
+        visitor.run_line(model, line, values, operation_fn)
+        outputs = [values[key] for key in line.outputs]
+        return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
+
+    return run
+
+
+def _read_line(functional) -> Line:
+    by_depth = functional._nodes_by_depth
+    parts = tuple(
+        Part(
+            operation=node.operation,
+            reads=tuple(dict.fromkeys(id(x) for x in node.input_tensors)),
+            makes=tuple(id(x) for x in node.outputs),
+            arguments=node.arguments.fill_in,
+        )
+        for depth in sorted(by_depth, reverse=True)
+        for node in by_depth[depth]
+        if node.operation and not node.is_input
+    )
+    return Line(parts, tuple(id(x) for x in functional.outputs))
+
+
+def _children(tree: keras.Model) -> list[keras.layers.Layer]:
+    """The layers directly inside a subclassed model."""
+    inside = all_layers(tree)[1:]
+    deeper = {id(x) for layer in inside for x in all_layers(layer)[1:]}
+    return [layer for layer in inside if id(layer) not in deeper]
+
+
+def _run_tree(visitor, tree, call, *args, **kwargs):
+    return visitor.run_tree(tree, call, args, kwargs)
+
+
+def _run_child(visitor, layer, call, *args, **kwargs):
+    return visitor.run_child(layer, call, args, kwargs)

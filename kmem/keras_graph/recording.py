@@ -1,0 +1,299 @@
+"""Records one call of a Keras model: its calls of layers, and what they share.
+
+The model is traced, not run. A value is a piece of memory: a tensor that only
+shows another one differently (a reshape) is the same value.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem import capture
+from kmem.keras_graph import opening
+
+# Their result is the memory of their first input.
+ALIASES = frozenset(
+    {
+        "EnsureShape",
+        "ExpandDims",
+        "Identity",
+        "PreventGradient",
+        "Reshape",
+        "Squeeze",
+        "StopGradient",
+    }
+)
+# Operations whose gradient reads none of their inputs and outputs.
+_KEEPS_NOTHING = ALIASES | {
+    "AddN",
+    "AddV2",
+    "BiasAdd",
+    "Cast",
+    "ConcatV2",
+    "Neg",
+    "Pack",
+    "Pad",
+    "Split",
+    "StridedSlice",
+    "Sub",
+    "Transpose",
+    "Unpack",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a layer or operation, or what a model does between two.
+
+    Attributes:
+        name: The layer's name.
+        operation: What is called; `None` for what lies between calls.
+        arguments: Its positional and keyword arguments, tensors of the trace.
+        results: The tensors that it gives.
+        reads: Values that it takes.
+        makes: Values that it gives and that did not exist before.
+        residual_bytes: What lies between calls keeps for its gradient.
+    """
+
+    name: str
+    operation: Any
+    arguments: tuple[tuple, dict]
+    results: tuple[tf.Tensor, ...]
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    residual_bytes: int = 0
+
+
+@dataclasses.dataclass
+class Frame:
+    """One call of an opened model.
+
+    Attributes:
+        spans: For each part the numbers of its first call, and of the first
+            call after it.
+        inner: The frames of those parts that are opened themselves.
+        is_line: Whether neighbouring parts can be run as one function.
+    """
+
+    is_line: bool
+    spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    inner: dict[int, "Frame"] = dataclasses.field(default_factory=dict)
+
+    def lines(self) -> list[tuple[int, ...]]:
+        """The places between calls, for each line within: a segment begins
+        and ends at places of one line."""
+        if self.is_line:
+            places = {place for span in self.spans for place in span}
+            found = [tuple(sorted(places))]
+        else:
+            found = list(self.spans)
+        for frame in self.inner.values():
+            found += frame.lines()
+        return found
+
+
+@dataclasses.dataclass
+class Recording:
+    """What was recorded.
+
+    Attributes:
+        calls: In the order in which they run.
+        tensors: A tensor of each value.
+        inputs: The values that the step is given.
+        frame: The model's own call.
+    """
+
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    tensors: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    inputs: tuple[int, ...] = ()
+    frame: Frame = dataclasses.field(default_factory=lambda: Frame(False))
+
+
+def record(model: keras.Model, batch) -> Recording:
+    """Records a model's call on a batch, and its loss, as in training.
+
+    Args:
+        model: A built model.
+        batch: What its `train_step` is given, as `tf.TensorSpec`s with shapes
+            that are known. The loss is recorded if there are targets.
+    """
+    recorder = _Recorder()
+
+    def trace(batch):
+        x, *targets = keras.utils.unpack_x_y_sample_weight(batch)
+        recorder.start(batch)
+        with capture.DiscardedState(), opening.opened(model, recorder):
+            predictions = model(x, training=True)
+            recorder.record_loss(model, predictions, *targets)
+
+    tf.function(trace, autograph=False).get_concrete_function(batch)
+    return recorder.recording
+
+
+def root(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor whose memory a tensor shows."""
+    while tensor.op.type in ALIASES:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def num_bytes(tensor: tf.Tensor | tf.TensorSpec) -> int:
+    """A tensor's size; 0 if it is none that holds numbers."""
+    size = tensor.shape.num_elements()
+    return 0 if size is None else size * tensor.dtype.size
+
+
+class _Recorder(opening.Visitor):
+    def __init__(self):
+        self.recording = Recording()
+        self._values: dict[Any, int] = {}  # By reference of a root tensor.
+        # The opened calls that are running; `None` within a call of a layer.
+        self._frames: list[Frame | None] = []
+
+    def start(self, batch) -> None:
+        self.recording.inputs = self._new_values(_tensors(batch))
+
+    def record_loss(self, model, predictions, y, sample_weight) -> None:
+        def loss(predictions, y, sample_weight):
+            return model.compute_loss(
+                y=y, y_pred=predictions, sample_weight=sample_weight
+            )
+
+        if y is None or not model.compiled:
+            loss = _mean
+        self._call("loss", loss, loss, (predictions, y, sample_weight), {})
+
+    def run_line(self, model, line, values, bind):
+        if self._frames and self._frames[-1] is None:
+            return super().run_line(model, line, values, bind)
+        with self._frame(is_line=True) as frame:
+            for part in line.parts:
+                operation = part.operation
+                function = bind(operation)
+                if not opening.opens(operation):
+                    function = functools.partial(
+                        self._call_leaf, operation, function
+                    )
+                with self._span(frame):
+                    opening.run_part(part, values, function)
+
+    def run_tree(self, model, call: Callable, args, kwargs):
+        if self._frames and self._frames[-1] is None:
+            return call(*args, **kwargs)
+        with self._frame(is_line=False):
+            outputs = call(*args, **kwargs)
+        self._record_between(model.name, _tensors(outputs))
+        return outputs
+
+    def run_child(self, layer, call: Callable, args, kwargs):
+        frame = self._frames[-1] if self._frames else None
+        if frame is None or frame.is_line:
+            return call(*args, **kwargs)
+        self._record_between(layer.name, _tensors((args, kwargs)))
+        with self._span(frame):
+            if opening.opens(layer):
+                return call(*args, **kwargs)
+            return self._call(layer.name, layer, call, args, kwargs)
+
+    @contextlib.contextmanager
+    def _frame(self, is_line: bool):
+        frame = Frame(is_line)
+        if self._frames:
+            outer: Any = self._frames[-1]
+            outer.inner[len(outer.spans)] = frame
+        else:
+            self.recording.frame = frame
+        self._frames.append(frame)
+        try:
+            yield frame
+        finally:
+            self._frames.pop()
+
+    @contextlib.contextmanager
+    def _span(self, frame: Frame):
+        begin = len(self.recording.calls)
+        yield
+        frame.spans.append((begin, len(self.recording.calls)))
+
+    def _call_leaf(self, operation, function, *args, **kwargs):
+        return self._call(operation.name, operation, function, args, kwargs)
+
+    def _call(self, name: str, operation, function: Callable, args, kwargs):
+        arguments = _tensors((args, kwargs))
+        self._record_between(name, arguments)
+        self._frames.append(None)
+        try:
+            outputs = function(*args, **kwargs)
+        finally:
+            self._frames.pop()
+        results = _tensors(outputs)
+        reads = self._known(arguments)
+        makes = self._new_values(results)
+        call = Call(name, operation, (args, kwargs), results, reads, makes)
+        self.recording.calls.append(call)
+        return outputs
+
+    def _known(self, tensors) -> tuple[int, ...]:
+        found = [self._values.get(root(t).ref()) for t in tensors]
+        return tuple(dict.fromkeys(v for v in found if v is not None))
+
+    def _new_values(self, tensors) -> tuple[int, ...]:
+        made = []
+        for tensor in map(root, tensors):
+            if tensor.ref() not in self._values:
+                made.append(len(self.recording.tensors))
+                self._values[tensor.ref()] = made[-1]
+                self.recording.tensors.append(tensor)
+        return tuple(made)
+
+    def _record_between(self, name: str, tensors) -> None:
+        """Records what a subclassed model computes before a layer."""
+        unknown = [t for t in map(root, tensors) if t.ref() not in self._values]
+        unknown = [t for t in unknown if t.op.inputs]
+        if not unknown:
+            return
+        results = {t.ref() for t in unknown}
+        reads, waiting, seen, kept = [], list(unknown), set(), 0
+        while waiting:
+            tensor = waiting.pop()
+            if tensor.ref() in seen:
+                continue
+            seen.add(tensor.ref())
+            if root(tensor).ref() in self._values:
+                reads.append(self._values[root(tensor).ref()])
+                continue
+            if (
+                tensor.op.type not in _KEEPS_NOTHING
+                and tensor.dtype.is_floating
+                and tensor.ref() not in results
+            ):
+                kept += num_bytes(tensor)
+            waiting += tensor.op.inputs
+        makes = self._new_values(unknown)
+        self.recording.calls.append(
+            Call(
+                f"before {name}",
+                None,
+                ((), {}),
+                tuple(unknown),
+                tuple(dict.fromkeys(reads)),
+                makes,
+                kept,
+            )
+        )
+
+
+def _tensors(structure) -> tuple[tf.Tensor, ...]:
+    leaves = keras.tree.flatten(structure)
+    return tuple(leaf for leaf in leaves if tf.is_tensor(leaf))
+
+
+def _mean(predictions, *targets):
+    """Stands in for the loss of a model that has none."""
+    floats = [t for t in _tensors(predictions) if t.dtype.is_floating]
+    return tf.add_n([tf.reduce_mean(tf.cast(t, tf.float32)) for t in floats])
