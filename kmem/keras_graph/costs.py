@@ -7,8 +7,8 @@ the number of floating point operations and of bytes moved. What this module
 does not do: see what TensorFlow fuses across layers.
 """
 
-import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 
@@ -24,7 +24,9 @@ from kmem.keras_graph.recording import root
 # A processor of no particular make, for times that are computed.
 _FLOPS_PER_SECOND = 1e11
 _BYTES_PER_SECOND = 1e10
-_NUM_RUNS = 3
+# The fastest of some runs, of more where they are short.
+_MIN_RUNS, _MAX_RUNS = 3, 20
+_ENOUGH_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,25 +243,40 @@ def _measure(function, *specs) -> _Run:
     function(*flat)
     seconds = []
     with memory.track() as usage:
-        for _ in range(_NUM_RUNS):
+        while len(seconds) < _MIN_RUNS or (
+            sum(seconds) < _ENOUGH_SECONDS and len(seconds) < _MAX_RUNS
+        ):
             begin = time.perf_counter()
             outputs = function(*flat)
-            _wait(outputs)
+            if tf.config.list_physical_devices("GPU"):
+                tf.test.experimental.sync_devices()
             seconds.append(time.perf_counter() - begin)
             del outputs
-    return _Run(min(seconds), usage.peak_bytes - usage.start_bytes)
+    fastest = max(min(seconds) - _overhead_seconds(), 0.0)
+    return _Run(fastest, usage.peak_bytes - usage.start_bytes)
 
 
-def _wait(outputs) -> None:
-    """Until a device has computed them."""
-    with contextlib.suppress(AttributeError):
-        tf.experimental.sync_devices()
+@functools.cache
+def _overhead_seconds() -> float:
+    """The time of a function that does nothing: a step calls none."""
+    nothing = tf.function(tf.identity, autograph=False)
+    nothing = nothing.get_concrete_function(tf.TensorSpec([], tf.float32))
+    argument = tf.zeros([])
+    nothing(argument)
+    seconds = []
+    for _ in range(_MAX_RUNS):
+        begin = time.perf_counter()
+        nothing(argument)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
 
 
 def _random(spec: tf.TensorSpec) -> tf.Tensor:
     if spec.dtype.is_floating:
         # Positive, for logarithms and roots.
-        return tf.cast(tf.random.uniform(spec.shape, 0.1, 1.0), spec.dtype)
+        return tf.cast(
+            tf.random.uniform(list(spec.shape), 0.1, 1.0), spec.dtype
+        )
     return tf.zeros(spec.shape, spec.dtype)
 
 

@@ -55,8 +55,10 @@ class Call:
         operation: What is called; `None` for what lies between calls.
         arguments: Its positional and keyword arguments, tensors of the trace.
         results: The tensors that it gives.
-        reads: Values that it takes.
-        makes: Values that it gives and that did not exist before.
+        reads: The value of each tensor among the arguments, `None` if that is
+            a constant.
+        gives: The value of each result.
+        makes: Those values that did not exist before.
         residual_bytes: What lies between calls keeps for its gradient.
     """
 
@@ -64,7 +66,8 @@ class Call:
     operation: Any
     arguments: tuple[tuple, dict]
     results: tuple[tf.Tensor, ...]
-    reads: tuple[int, ...]
+    reads: tuple[int | None, ...]
+    gives: tuple[int, ...]
     makes: tuple[int, ...]
     residual_bytes: int = 0
 
@@ -160,12 +163,12 @@ class _Recorder(opening.Visitor):
 
     def record_loss(self, model, predictions, y, sample_weight) -> None:
         def loss(predictions, y, sample_weight):
+            if y is None or not model.compiled:
+                return _mean(predictions)
             return model.compute_loss(
                 y=y, y_pred=predictions, sample_weight=sample_weight
             )
 
-        if y is None or not model.compiled:
-            loss = _mean
         self._call("loss", loss, loss, (predictions, y, sample_weight), {})
 
     def run_line(self, model, line, values, bind):
@@ -232,15 +235,16 @@ class _Recorder(opening.Visitor):
         finally:
             self._frames.pop()
         results = _tensors(outputs)
-        reads = self._known(arguments)
-        makes = self._new_values(results)
-        call = Call(name, operation, (args, kwargs), results, reads, makes)
-        self.recording.calls.append(call)
+        self._append(name, operation, (args, kwargs), arguments, results)
         return outputs
 
-    def _known(self, tensors) -> tuple[int, ...]:
-        found = [self._values.get(root(t).ref()) for t in tensors]
-        return tuple(dict.fromkeys(v for v in found if v is not None))
+    def _append(self, name, operation, arguments, read, results, kept=0):
+        reads = tuple(self._values.get(root(t).ref()) for t in read)
+        makes = self._new_values(results)
+        gives = tuple(self._values[root(t).ref()] for t in results)
+        self.recording.calls.append(
+            Call(name, operation, arguments, results, reads, gives, makes, kept)
+        )
 
     def _new_values(self, tensors) -> tuple[int, ...]:
         made = []
@@ -258,14 +262,14 @@ class _Recorder(opening.Visitor):
         if not unknown:
             return
         results = {t.ref() for t in unknown}
-        reads, waiting, seen, kept = [], list(unknown), set(), 0
+        read, waiting, seen, kept = [], list(unknown), set(), 0
         while waiting:
             tensor = waiting.pop()
             if tensor.ref() in seen:
                 continue
             seen.add(tensor.ref())
             if root(tensor).ref() in self._values:
-                reads.append(self._values[root(tensor).ref()])
+                read.append(tensor)
                 continue
             if (
                 tensor.op.type not in _KEEPS_NOTHING
@@ -274,17 +278,8 @@ class _Recorder(opening.Visitor):
             ):
                 kept += num_bytes(tensor)
             waiting += tensor.op.inputs
-        makes = self._new_values(unknown)
-        self.recording.calls.append(
-            Call(
-                f"before {name}",
-                None,
-                ((), {}),
-                tuple(unknown),
-                tuple(dict.fromkeys(reads)),
-                makes,
-                kept,
-            )
+        self._append(
+            f"before {name}", None, ((), {}), read, tuple(unknown), kept
         )
 
 
@@ -293,7 +288,7 @@ def _tensors(structure) -> tuple[tf.Tensor, ...]:
     return tuple(leaf for leaf in leaves if tf.is_tensor(leaf))
 
 
-def _mean(predictions, *targets):
+def _mean(predictions):
     """Stands in for the loss of a model that has none."""
     floats = [t for t in _tensors(predictions) if t.dtype.is_floating]
     return tf.add_n([tf.reduce_mean(tf.cast(t, tf.float32)) for t in floats])

@@ -25,6 +25,8 @@ class Stage:
             input (a reshape) is that input, and is not listed.
         kept: Those of its inputs and outputs that its backward pass reads.
         gradients: Those of its inputs that get a gradient.
+        passed: Those of them whose gradient is that of the only output, in
+            the same memory, as an addition's inputs'.
         residual_bytes: What the backward pass reads besides `kept`.
         gradient_bytes: The gradients of its parameters, which stay until the
             step ends.
@@ -40,6 +42,7 @@ class Stage:
     outputs: tuple[int, ...]
     kept: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
+    passed: tuple[int, ...] = ()
     residual_bytes: int = 0
     gradient_bytes: int = 0
     forward_seconds: float = 0.0
@@ -70,13 +73,29 @@ class Network:
         stages: What one reads is an input or was made before it.
         value_bytes: The size of each value, which is a number.
         inputs: Values that exist before the step: the batch.
+        lines: Where segments may begin and end: at two places of the same
+            line. A place is the number of the stage after it. Without lines,
+            anywhere.
         resident_bytes: Parameters, optimizer, and what else stays.
     """
 
     stages: tuple[Stage, ...]
     value_bytes: tuple[int, ...]
     inputs: frozenset[int] = frozenset()
+    lines: tuple[tuple[int, ...], ...] = ()
     resident_bytes: int = 0
+
+    def allows(self, start: int, stop: int) -> bool:
+        """Whether stages `start` to `stop - 1` may be a segment."""
+        if not all(s.recomputable for s in self.stages[start:stop]):
+            return False
+        if not self.lines:
+            return True
+        return any(start in line and stop in line for line in self._places)
+
+    @functools.cached_property
+    def _places(self) -> tuple[frozenset[int], ...]:
+        return tuple(map(frozenset, self.lines))
 
     @functools.cached_property
     def backward_index(self) -> dict[int, int]:
@@ -121,16 +140,23 @@ class Network:
             inputs = list(stage.kept)
             if index in residuals:
                 inputs.append(residuals[index])
-            added = 0
+            outputs, added = [], 0
             for value in stage.outputs:
                 parts = shares.get(value, [])
                 inputs += parts
                 if len(parts) > 1:
                     added += self.value_bytes[value]
-            outputs = []
+            if stage.passed and added:
+                shares[stage.outputs[0]] = parts = [new(added)]
+                outputs += parts
+                added = 0
             for value in stage.gradients:
-                outputs.append(new(self.value_bytes[value]))
-                shares.setdefault(value, []).append(outputs[-1])
+                given = shares.setdefault(value, [])
+                if value in stage.passed:
+                    given += shares.get(stage.outputs[0], [])
+                else:
+                    outputs.append(new(self.value_bytes[value]))
+                    given.append(outputs[-1])
             if stage.gradient_bytes:
                 outputs.append(new(stage.gradient_bytes))
                 results.add(outputs[-1])

@@ -1,0 +1,264 @@
+"""What training a Keras model costs, operation by operation."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+from typing import Literal
+
+import keras
+import tensorflow as tf
+
+from kmem.capture import all_layers
+from kmem.keras_graph import costs as call_costs
+from kmem.keras_graph.costs import Cost
+from kmem.keras_graph.recording import Call
+from kmem.keras_graph.recording import Recording
+from kmem.keras_graph.recording import num_bytes
+from kmem.keras_graph.recording import record
+from kmem.planning.network import Network
+from kmem.planning.network import Stage
+from kmem.units import format_size
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationProfile:
+    """What one operation of a model costs in a training step.
+
+    Attributes:
+        name: Its layer's name.
+        output_bytes: What it gives.
+        kept_bytes: What its backward pass reads of the forward pass; what
+            several operations read counts for each of them.
+        workspace_bytes: The most that it needs besides, while it runs.
+        parameter_bytes: Its variables.
+        gradient_bytes: Their gradients.
+        forward_seconds: The time of its forward pass.
+        backward_seconds: The time of its backward pass.
+    """
+
+    name: str
+    output_bytes: int
+    kept_bytes: int
+    workspace_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What a training step of a model costs.
+
+    Attributes:
+        operations: In the order in which the model runs them; the loss last.
+        network: The same for planning: what reads and keeps what.
+    """
+
+    operations: tuple[OperationProfile, ...]
+    network: Network = dataclasses.field(repr=False)
+
+    def summary(self) -> str:
+        """A table, a line for each operation."""
+        rows = [
+            f"{'operation':<32} {'output':>10} {'kept':>10} {'workspace':>10} "
+            f"{'gradients':>10} {'forward':>10} {'backward':>10}"
+        ]
+        rows += [
+            f"{o.name[:32]:<32} {format_size(o.output_bytes):>10} "
+            f"{format_size(o.kept_bytes):>10} "
+            f"{format_size(o.workspace_bytes):>10} "
+            f"{format_size(o.gradient_bytes):>10} "
+            f"{o.forward_seconds * 1e3:>7.2f} ms "
+            f"{o.backward_seconds * 1e3:>7.2f} ms"
+            for o in self.operations
+        ]
+        return "\n".join(rows)
+
+
+def profile(
+    model: keras.Model,
+    batch: Any,
+    costs: Literal["measured", "flops"] = "measured",
+) -> Profile:
+    """Measures a training step of a model, operation by operation.
+
+    The model is traced, and every operation that differs is run by itself, on
+    made-up numbers; the model's state stays as it is.
+
+    Args:
+        model: A built `keras.Model`: Functional, Sequential, or subclassed;
+            of a subclassed one, its calls of layers are the operations.
+        batch: One batch, as `train_step` gets it: `x`, `(x, y)` or
+            `(x, y, sample_weight)`, of arrays, tensors or `tf.TensorSpec`s.
+        costs: `"measured"`, or `"flops"` for times that are computed from
+            floating point operations and bytes, and so are repeatable.
+
+    Returns:
+        A `Profile`: bytes and seconds.
+
+    Raises:
+        ValueError: If the model is not built, or the batch has no fixed
+            shape.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+
+    import kmem
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    batch = np.zeros((32, 8), "float32")
+    print(kmem.profile(model, batch).summary())
+    ```
+    """
+    if costs not in ("measured", "flops"):
+        raise ValueError(
+            f'`costs` must be "measured" or "flops". Received: costs={costs!r}'
+        )
+    recording = record_batch(model, batch)
+    measured = each_cost(recording, costs == "measured")
+    return assemble(recording, list(measured))
+
+
+def record_batch(model: keras.Model, batch: Any) -> Recording:
+    """Records the model on a batch, of which only the shapes are used."""
+    if not all(layer.built for layer in all_layers(model)):
+        raise ValueError(
+            "The model must be built: call it, or `model.build()`, first. "
+            f"Received: model={model.name}"
+        )
+    return record(model, keras.tree.map_structure(_spec, batch))
+
+
+def each_cost(recording: Recording, measured: bool) -> Iterator[Cost]:
+    """Gives each call's cost; equal calls are measured once."""
+    known: dict[str, Cost] = {}
+    for call in recording.calls:
+        if call.operation is None:
+            yield _cost_between(call)
+            continue
+        key = _signature(call)
+        if key not in known:
+            known[key] = call_costs.cost_of(call, measured)
+        yield known[key]
+
+
+def assemble(recording: Recording, costs: list[Cost]) -> Profile:
+    """Puts recording and costs together."""
+    sizes = tuple(map(num_bytes, recording.tensors))
+    # Values that depend on variables: only these have gradients.
+    trained: set[int] = set()
+    stages, operations = [], []
+    for call, cost in zip(recording.calls, costs, strict=True):
+        gradients = [i for i in cost.gradients if call.reads[i] in trained]
+        backward = bool(gradients) or cost.gradient_bytes > 0
+        if backward:
+            trained.update(call.gives)
+        kept = {call.reads[i] for i in cost.kept_inputs}
+        kept |= {call.gives[i] for i in cost.kept_outputs}
+        # What only shows an argument differently hands the gradient on.
+        own = [i for i in gradients if call.reads[i] not in call.gives]
+        residual_bytes = cost.residual_bytes if backward else 0
+        stage = Stage(
+            name=call.name,
+            inputs=_distinct(call.reads),
+            outputs=call.makes,
+            kept=_distinct(kept) if backward else (),
+            gradients=_distinct(call.reads[i] for i in own),
+            passed=_passed(call, cost, own),
+            residual_bytes=residual_bytes,
+            gradient_bytes=cost.gradient_bytes,
+            forward_seconds=cost.forward_seconds,
+            backward_seconds=cost.backward_seconds if backward else 0.0,
+            forward_workspace_bytes=cost.forward_workspace_bytes,
+            backward_workspace_bytes=cost.backward_workspace_bytes,
+            # The step itself computes the loss.
+            recomputable=call.name != "loss",
+        )
+        stages.append(stage)
+        operations.append(
+            OperationProfile(
+                name=call.name,
+                output_bytes=sum(sizes[v] for v in call.makes),
+                kept_bytes=sum(sizes[v] for v in stage.kept) + residual_bytes,
+                workspace_bytes=max(
+                    stage.forward_workspace_bytes,
+                    stage.backward_workspace_bytes,
+                ),
+                parameter_bytes=cost.parameter_bytes,
+                gradient_bytes=cost.gradient_bytes,
+                forward_seconds=stage.forward_seconds,
+                backward_seconds=stage.backward_seconds,
+            )
+        )
+    network = Network(
+        tuple(stages),
+        sizes,
+        inputs=frozenset(recording.inputs),
+        lines=tuple(recording.frame.lines()),
+    )
+    return Profile(tuple(operations), network)
+
+
+def _passed(call: Call, cost: Cost, gradients: list[int]) -> tuple[int, ...]:
+    """Arguments that get the result's own gradient, if there is one result
+    and no argument is given twice."""
+    if len(call.makes) != 1:
+        return ()
+    passed = [call.reads[i] for i in gradients if i in cost.passed]
+    return _distinct(v for v in passed if call.reads.count(v) == 1)
+
+
+def _cost_between(call: Call) -> Cost:
+    """What a subclassed model does between layers: no layer, so not run."""
+    floats = tuple(i for i, value in enumerate(call.reads) if value is not None)
+    return Cost(
+        kept_inputs=(),
+        kept_outputs=(),
+        gradients=floats,
+        passed=(),
+        residual_bytes=call.residual_bytes,
+        gradient_bytes=0,
+        parameter_bytes=0,
+        forward_seconds=0.0,
+        backward_seconds=0.0,
+        forward_workspace_bytes=0,
+        backward_workspace_bytes=0,
+    )
+
+
+def _signature(call: Call) -> str:
+    """Equal for calls that cost the same."""
+    operation = call.operation
+    leaves = [
+        str(_spec(leaf)) if tf.is_tensor(leaf) else repr(leaf)
+        for leaf in keras.tree.flatten(call.arguments)
+    ]
+    try:
+        config = dict(operation.get_config())
+        config.pop("name", None)
+        described = json.dumps(config, sort_keys=True, default=repr)
+    except (AttributeError, NotImplementedError, TypeError):
+        described = str(id(operation))
+    return repr((type(operation).__name__, described, leaves))
+
+
+def _distinct(values) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(v for v in values if v is not None))
+
+
+def _spec(leaf):
+    """The shape and dtype of one of a batch's leaves."""
+    if leaf is None:
+        return None
+    shape = tf.TensorShape(leaf.shape)
+    if not shape.is_fully_defined():
+        raise ValueError(
+            "`batch` must have a fixed shape, the number of rows included. "
+            f"Received: batch with shape {shape}"
+        )
+    return tf.TensorSpec(shape, tf.as_dtype(leaf.dtype))
