@@ -8,7 +8,6 @@ does not do: see what TensorFlow fuses across layers.
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 
@@ -24,9 +23,10 @@ from kmem.keras_graph.recording import root
 # A processor of no particular make, for times that are computed.
 _FLOPS_PER_SECOND = 1e11
 _BYTES_PER_SECOND = 1e10
-# The fastest of some runs, of more where they are short.
-_MIN_RUNS, _MAX_RUNS = 3, 20
+# The fastest of some runs; a short layer is repeated for a while in each.
+_NUM_RUNS = 3
 _ENOUGH_SECONDS = 0.02
+_MAX_REPEATS = 50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +102,10 @@ class _Step:
         self._parameter_bytes = sum(num_bytes(v.value) for v in variables)
 
     def cost(self, measured: bool) -> Cost:
-        forward = tf.function(self._run, autograph=False)
-        forward = forward.get_concrete_function(self._inputs)
         both = _Backward(self._run, self._variables)
         traced = both.trace(self._inputs, self._results)
-        forward_run = _measure(forward, self._inputs)
-        backward_run = _measure(traced, self._inputs, self._results)
+        forward_run = _measure(self._run, self._inputs)
+        backward_run = _measure(both.run, self._inputs, self._results)
         made = both.residual_bytes + both.gradient_bytes
         made += sum(num_bytes(self._results[i]) for i in both.kept_outputs)
         made += sum(
@@ -119,6 +117,8 @@ class _Step:
             seconds = forward_run.seconds
             gradient_seconds = backward_run.seconds - again * seconds
         else:
+            forward = tf.function(self._run, autograph=False)
+            forward = forward.get_concrete_function(self._inputs)
             seconds = _computed_seconds(forward)
             gradient_seconds = _computed_seconds(traced) - seconds
         return Cost(
@@ -146,14 +146,18 @@ class _Backward:
         self._run = run
         self._variables = variables
 
+    def run(self, inputs, output_gradients) -> list:
+        """Computes the gradient."""
+        _, gradients, _ = self._gradients(inputs, output_gradients)
+        return [g for g in gradients if g is not None]
+
     def trace(self, inputs, results):
-        """Traces both; reads the attributes off the graph."""
+        """Traces it; reads the attributes off the graph."""
         function = tf.function(self._trace, autograph=False)
         return function.get_concrete_function(inputs, results)
 
-    def _trace(self, inputs, output_gradients):
-        floats = [i for i, t in enumerate(inputs) if t.dtype.is_floating]
-        sources = [inputs[i] for i in floats]
+    def _gradients(self, inputs, output_gradients):
+        sources = [t for t in inputs if t.dtype.is_floating]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources + self._variables)
             outputs = self._run(inputs)
@@ -169,41 +173,54 @@ class _Backward:
             sources + self._variables,
             output_gradients=[gradient for _, gradient in pairs],
         )
-        of_inputs = gradients[: len(sources)]
-        of_variables = [g for g in gradients[len(sources) :] if g is not None]
-        handed_in = {root(t).ref() for t in output_gradients}
-        self.gradients = tuple(
-            i for i, g in zip(floats, of_inputs, strict=True) if g is not None
-        )
-        self.passed = tuple(
-            i
-            for i, g in zip(floats, of_inputs, strict=True)
-            if g is not None and tf.is_tensor(g) and root(g).ref() in handed_in
-        )
-        self.gradient_bytes = sum(
-            num_bytes(g.values if isinstance(g, tf.IndexedSlices) else g)
-            for g in of_variables
+        return outputs, gradients, num_forward
+
+    def _trace(self, inputs, output_gradients):
+        outputs, gradients, num_forward = self._gradients(
+            inputs, output_gradients
         )
         made = tf.nest.flatten(
             [g for g in gradients if g is not None], expand_composites=True
         )
+        self._read_inputs(inputs, output_gradients, gradients)
         kept = _read_before(made, num_forward)
         places = {root(t).ref(): i for i, t in enumerate(inputs)}
-        self.kept_inputs = tuple(
-            sorted({places[ref] for ref in kept if ref in places})
-        )
         results = {}
         for i, output in enumerate(outputs):
             if root(output).ref() not in places:
                 results.setdefault(root(output).ref(), i)
-        self.kept_outputs = tuple(
-            sorted(results[ref] for ref in kept if ref in results)
+        self.kept_inputs = tuple(
+            sorted({places[r] for r in kept & places.keys()})
         )
-        rest = kept - places.keys() - results.keys() - handed_in
+        self.kept_outputs = tuple(
+            sorted({results[r] for r in kept & results.keys()})
+        )
+        rest = kept - places.keys() - results.keys()
         self.residual_bytes = sum(
             num_bytes(ref.deref()) for ref in rest if _is_memory(ref.deref())
         )
         return made
+
+    def _read_inputs(self, inputs, output_gradients, gradients) -> None:
+        """Which inputs get a gradient, and which just the one handed in."""
+        floats = [i for i, t in enumerate(inputs) if t.dtype.is_floating]
+        given = {
+            i: g
+            for i, g in zip(floats, gradients, strict=False)
+            if g is not None
+        }
+        handed_in = {root(t).ref() for t in output_gradients}
+        self.gradients = tuple(given)
+        self.passed = tuple(
+            i
+            for i, g in given.items()
+            if isinstance(g, tf.Tensor) and root(g).ref() in handed_in
+        )
+        self.gradient_bytes = sum(
+            num_bytes(g.values if isinstance(g, tf.IndexedSlices) else g)
+            for g in gradients[len(floats) :]
+            if g is not None
+        )
 
 
 def _read_before(tensors, num_forward: int) -> set:
@@ -237,38 +254,43 @@ class _Run:
     peak_bytes: int
 
 
-def _measure(function, *specs) -> _Run:
+def _measure(run: Callable, *specs) -> _Run:
+    """Runs a function of lists of tensors in a loop.
+
+    What starts and ends a function's run may take far longer than a small
+    layer, and is no part of a step. So runs of different lengths are compared.
+    """
+
+    def repeat(count, *tensors):
+        def once(i, total):
+            outputs = tf.nest.flatten(run(*tensors), expand_composites=True)
+            # A number of each output, or it would not be computed.
+            for output in outputs:
+                if output.dtype.is_floating or output.dtype.is_integer:
+                    first = tf.reshape(output, [-1])[:1]
+                    total += tf.reduce_sum(tf.cast(first, tf.float32))
+            return i + 1, total
+
+        start = tf.constant(0), tf.constant(0.0)
+        return tf.while_loop(lambda i, _: i < count, once, start)[1]
+
     arguments = [[_random(spec) for spec in group] for group in specs]
-    flat = keras.tree.flatten(arguments)
-    function(*flat)
-    seconds = []
-    with memory.track() as usage:
-        while len(seconds) < _MIN_RUNS or (
-            sum(seconds) < _ENOUGH_SECONDS and len(seconds) < _MAX_RUNS
-        ):
-            begin = time.perf_counter()
-            outputs = function(*flat)
-            if tf.config.list_physical_devices("GPU"):
-                tf.test.experimental.sync_devices()
-            seconds.append(time.perf_counter() - begin)
-            del outputs
-    fastest = max(min(seconds) - _overhead_seconds(), 0.0)
-    return _Run(fastest, usage.peak_bytes - usage.start_bytes)
+    loop = tf.function(repeat, autograph=False)
 
-
-@functools.cache
-def _overhead_seconds() -> float:
-    """The time of a function that does nothing: a step calls none."""
-    nothing = tf.function(tf.identity, autograph=False)
-    nothing = nothing.get_concrete_function(tf.TensorSpec([], tf.float32))
-    argument = tf.zeros([])
-    nothing(argument)
-    seconds = []
-    for _ in range(_MAX_RUNS):
+    def seconds(count: int) -> float:
         begin = time.perf_counter()
-        nothing(argument)
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+        loop(tf.constant(count), *arguments).numpy()
+        return time.perf_counter() - begin
+
+    seconds(1)
+    with memory.track() as usage:
+        short = min(seconds(1) for _ in range(_NUM_RUNS))
+    estimate = max(seconds(2) - short, 0.0)
+    more = min(_MAX_REPEATS, 1 + int(_ENOUGH_SECONDS / (estimate + 1e-6)))
+    long = min(seconds(1 + more) for _ in range(_NUM_RUNS))
+    return _Run(
+        max(0.0, long - short) / more, usage.peak_bytes - usage.start_bytes
+    )
 
 
 def _random(spec: tf.TensorSpec) -> tf.Tensor:
