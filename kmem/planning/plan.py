@@ -1,0 +1,243 @@
+"""A plan: what a model's training step recomputes, and what that is worth.
+
+A plan is data. It holds the network that it was made for, so that it can be
+replayed, drawn and compared wherever it is loaded; it is saved as JSON.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from typing import Any
+
+from kmem.planning.network import Network
+from kmem.planning.network import Segment
+from kmem.planning.network import Stage
+from kmem.planning.simulate import Simulation
+from kmem.planning.simulate import simulate
+from kmem.units import format_size
+
+_FORMAT = "kmem plan"
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a training step recomputes, made by `kmem.plan`.
+
+    Attributes:
+        network: What it was made for.
+        segments: The stages that are recomputed; see
+            `kmem.planning.network.Segment`.
+        batch: The batch it was made for, as JSON: shapes and dtypes.
+        mode: `"graph"`, `"xla"` or `"eager"`.
+        solver: What made it.
+        budget_bytes: What was asked for, or `None` for `"auto"`.
+        resident_bytes: What is in memory all the time: parameters, optimizer,
+            and what the step needs beyond what the network tells.
+        lower_bound_seconds: No schedule within the budget is faster.
+    """
+
+    network: Network = dataclasses.field(repr=False)
+    segments: tuple[Segment, ...]
+    batch: str
+    mode: str
+    solver: str
+    budget_bytes: int | None
+    resident_bytes: int
+    lower_bound_seconds: float
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The device's peak during a step."""
+        return self.resident_bytes + self.simulation.peak_bytes
+
+    @property
+    def predicted_seconds(self) -> float:
+        """The time of a step's forward and backward pass."""
+        return self.simulation.seconds
+
+    @property
+    def unplanned_peak_bytes(self) -> int:
+        """The predicted peak of a step that keeps everything."""
+        return self.resident_bytes + self.unplanned.peak_bytes
+
+    @property
+    def slowdown(self) -> float:
+        """The predicted time, relative to a step that keeps everything."""
+        return self.predicted_seconds / self.unplanned.seconds
+
+    @property
+    def gap(self) -> float:
+        """How much faster a schedule might be, at most: 0.01 is 1 %."""
+        return self.predicted_seconds / self.lower_bound_seconds - 1
+
+    @functools.cached_property
+    def schedule(self) -> tuple[int, ...]:
+        """The operations of `network.graph`, in the order they run."""
+        return self.network.schedule(self.segments)
+
+    @functools.cached_property
+    def simulation(self) -> Simulation:
+        """The step, replayed."""
+        return simulate(self.network.graph, self.schedule)
+
+    @functools.cached_property
+    def unplanned(self) -> Simulation:
+        """A step that keeps everything, replayed."""
+        graph = self.network.graph
+        return simulate(graph, graph.program)
+
+    def summary(self) -> str:
+        """The plan in words, a line for each of its segments."""
+        budget = "auto"
+        if self.budget_bytes is not None:
+            budget = format_size(self.budget_bytes)
+        rows = [
+            f"Rematerialization plan ({self.solver}, {self.mode} mode)",
+            f"  budget          {budget}",
+            f"  predicted peak  {format_size(self.predicted_peak_bytes)}, "
+            f"unplanned {format_size(self.unplanned_peak_bytes)}",
+            f"  predicted time  {self.slowdown:.3f}x of a step that keeps "
+            "everything",
+            f"  lower bound     {self.lower_bound_seconds:.4f} s of "
+            f"{self.predicted_seconds:.4f} s: the gap is {self.gap:.1%}",
+            f"  recomputes      {self.simulation.num_recomputed} of "
+            f"{len(self.network.stages)} operations",
+        ]
+        for segment in self.segments:
+            rows += self._describe(segment, "  ")
+        return "\n".join(rows)
+
+    def _describe(self, segment: Segment, indent: str) -> list[str]:
+        stages = self.network.stages
+        first, last = stages[segment.start].name, stages[segment.stop - 1].name
+        rows = [f"{indent}{first} ... {last}"]
+        for inner in segment.inner:
+            rows += self._describe(inner, indent + "  ")
+        return rows
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws the memory over a step, with and without the plan.
+
+        Args:
+            path: Where to save the picture; its ending says the format.
+
+        Raises:
+            ImportError: If matplotlib is missing.
+        """
+        from kmem.planning import picture
+
+        picture.draw(self, path)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Saves the plan as JSON.
+
+        Args:
+            path: A path, `.json`. The file appears whole or not at all.
+        """
+        path = pathlib.Path(path)
+        fields = {name: getattr(self, name) for name in _SAVED_AS_THEY_ARE}
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            **fields,
+            "segments": [_from_segment(s) for s in self.segments],
+            "network": {
+                **dataclasses.asdict(self.network),
+                "inputs": sorted(self.network.inputs),
+            },
+        }
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(json.dumps(content), encoding="utf-8")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Plan":
+        """Loads a plan that `save` wrote.
+
+        Args:
+            path: The file's path.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If it is no plan, is truncated, or is of another
+                version.
+        """
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                "A plan file must be JSON; this one is truncated or damaged. "
+                f"Make the plan again. Received: {path} ({error})"
+            ) from error
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError(
+                "A plan file must be one that `kmem.Plan.save` wrote. "
+                f"Received: {path}"
+            )
+        if content.get("version") != _VERSION:
+            raise ValueError(
+                f"A plan file must be of version {_VERSION}: make the plan "
+                "again with this version of kmem. Received: "
+                f"{path} of version {content.get('version')!r}"
+            )
+        try:
+            return cls._from_json(content)
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise ValueError(
+                "A plan file must hold all of a plan; this one is damaged. "
+                f"Make the plan again. Received: {path} ({error!r})"
+            ) from error
+
+    @classmethod
+    def _from_json(cls, content: dict[str, Any]) -> "Plan":
+        drawn = content["network"]
+        network = Network(
+            stages=tuple(Stage(**_tuples(s)) for s in drawn["stages"]),
+            value_bytes=tuple(drawn["value_bytes"]),
+            inputs=frozenset(drawn["inputs"]),
+            lines=tuple(map(tuple, drawn["lines"])),
+            resident_bytes=drawn["resident_bytes"],
+        )
+        plan = cls(
+            network=network,
+            segments=tuple(map(_to_segment, content["segments"])),
+            **{name: content[name] for name in _SAVED_AS_THEY_ARE},
+        )
+        # Replays it, which finds what does not fit together.
+        if plan.predicted_peak_bytes < 0:
+            raise ValueError("negative sizes")
+        return plan
+
+
+_SAVED_AS_THEY_ARE = (
+    "batch",
+    "mode",
+    "solver",
+    "budget_bytes",
+    "resident_bytes",
+    "lower_bound_seconds",
+)
+
+
+def _from_segment(segment: Segment) -> list:
+    inner = [_from_segment(s) for s in segment.inner]
+    return [segment.start, segment.stop, inner]
+
+
+def _to_segment(saved: list) -> Segment:
+    start, stop, inner = saved
+    return Segment(start, stop, tuple(map(_to_segment, inner)))
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in fields.items()
+    }
