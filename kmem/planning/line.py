@@ -1,0 +1,304 @@
+"""What it takes to run part of a network forward and backward, in bytes.
+
+A network is cut into blocks: the stages between two places where segments may
+begin or end. The sub-chain (first, last) is blocks `first` to `last`, run
+forward and then backward when everything after `last` is done with. This
+module knows what each sub-chain adds to memory and where its peaks are; what
+to keep and what to run again is the solver's choice.
+
+Memory is counted from the front: a sub-chain is given what is left of the
+budget by all that is held, other than the values that it begins with (those
+made before it that it still reads). So stepping over a block costs what that
+block leaves behind, and a chain of values costs each of them once.
+
+Where exact liveness would depend on how the stages before a sub-chain are
+run, more is counted: a value that was read or kept earlier counts as held
+until its first use is done with. Times are exact but for stages of an inner
+segment whose output no later stage of the outer one needs: they are counted.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from kmem.planning.network import Network
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """The segments with which a sub-chain may begin, one for each `stop`.
+
+    Attributes:
+        stops: The first block after the segment.
+        held_bytes: What the segment keeps for later, besides what the blocks
+            after it begin with.
+        waiting_bytes: What is held over the segment, during its backward
+            pass, other than what it begins with.
+        forward_bytes: The peak of its forward pass, which keeps nothing.
+    """
+
+    stops: np.ndarray
+    held_bytes: np.ndarray
+    waiting_bytes: np.ndarray
+    forward_bytes: np.ndarray
+
+
+class Line:
+    """A network as a line of blocks.
+
+    Args:
+        network: The network.
+        places: Stages at which blocks begin, without 0, in order.
+
+    Attributes:
+        places: Block -> its first stage, and the number of stages.
+        common_bytes: The largest divisor of all sizes.
+        kept_bytes: `[last, block]`: what running the blocks before `block`
+            has left behind, counted from the front of the line.
+        plain_bytes: `[last, block]`: the peak of running the block so that
+            everything is kept, forward or backward, when what follows it, to
+            `last`, is done in between.
+        again_seconds: `[last, block]`: the time of running the blocks from
+            `block` to `last` again.
+    """
+
+    def __init__(self, network: Network, places: list[int]):
+        self.network = network
+        self.places = np.array([0, *places, len(network.stages)])
+        self.common_bytes = _common_bytes(network)
+        self.num_blocks = len(self.places) - 1
+        self._values = _Values(network)
+        self._gradients = _Gradients(network)
+        count = self.num_blocks
+        self.kept_bytes = np.zeros((count, count + 1), np.int64)
+        self.plain_bytes = np.zeros((count, count), np.int64)
+        self.again_seconds = np.zeros((count, count))
+        self._reads: list[np.ndarray] = []
+        self._forward: list[np.ndarray] = []
+        for last in range(self.num_blocks):
+            self._measure(last)
+        self._starting = [self._started_with(p) for p in self.places[:-1]]
+
+    @property
+    def full_bytes(self) -> int:
+        """What keeping everything takes."""
+        return int(np.max(self.plain_bytes[-1] + self.kept_bytes[-1, :-1]))
+
+    def _measure(self, last: int) -> None:
+        """Everything about sub-chains that end with block `last`."""
+        values, stages = self._values, self.network.stages
+        stop = int(self.places[last + 1])
+        runs, reads = values.used_until(stop, last == self.num_blocks - 1)
+        starting = values.alive(values.maker + 1, reads, stop)
+        used_before = np.maximum(values.maker, values.first_use) + 1
+        earlier = values.alive(used_before, reads, stop)
+        later = self._gradients.after[stop]
+
+        # What a stage runs with, forward and backward.
+        made = np.where(runs, values.made_bytes[:stop], 0)
+        forward = starting + made + later
+        backward = (
+            earlier
+            + values.kept_first_bytes[:stop]
+            + self._gradients.during[:stop]
+        )
+        backward[~values.has_backward[:stop]] = 0
+        # What it leaves behind: residuals, and what nobody reads any more but
+        # a backward pass before or of this stage.
+        left = np.where(runs, values.residual_bytes[:stop], 0)
+        done = (reads >= 0) & (reads < stop)
+        stays = done & (values.keeps[reads, values.ids] | values.again(reads))
+        np.add.at(left, reads[stays], values.bytes[stays])
+        kept = np.concatenate([[0], np.cumsum(left)])
+        plain = np.maximum(forward, backward) + kept[:-1]
+
+        here = self.places[: last + 1]
+        self.kept_bytes[last, : last + 2] = kept[self.places[: last + 2]]
+        self.plain_bytes[last, : last + 1] = (
+            np.maximum.reduceat(plain, here) - kept[here]
+        )
+        seconds = np.array([s.forward_seconds for s in stages[:stop]]) * runs
+        self.again_seconds[last, : last + 1] = np.cumsum(seconds[::-1])[::-1][
+            here
+        ]
+        self._reads.append(reads)
+        self._forward.append(forward)
+
+    def _started_with(self, place: int) -> np.ndarray:
+        """The values made before a place that a later stage reads."""
+        values = self._values
+        return np.flatnonzero(
+            (values.maker < place) & (values.last_use >= place)
+        )
+
+    def splits(self, first: int, last: int, furthest: int) -> Splits:
+        """The segments with which a sub-chain may begin.
+
+        Args:
+            first: The sub-chain's first block.
+            last: Its last block.
+            furthest: The last block that may be in the segment.
+        """
+        stops = np.arange(first + 1, min(furthest + 1, last) + 1)
+        held = np.zeros(len(stops), np.int64)
+        waiting = np.zeros(len(stops), np.int64)
+        begin, end = self.places[first], self.places[first + len(stops)]
+        forward = self._forward[last][begin:end].copy()
+        reads = self._reads[last]
+        for value in self._starting[first]:
+            last_read = reads[value]
+            if last_read < begin:
+                continue
+            size = self._values.bytes[value]
+            held[self.places[stops] > last_read] += size
+            forward[last_read + 1 - begin :] += size
+            if self._values.first_use[value] < begin:
+                inner = [self._reads[stop - 1][value] for stop in stops]
+                waiting[np.array(inner) < begin] += size
+        np.maximum.accumulate(forward, out=forward)
+        return Splits(
+            stops=stops,
+            held_bytes=held,
+            waiting_bytes=waiting,
+            forward_bytes=forward[self.places[stops] - 1 - begin],
+        )
+
+
+class _Values:
+    """The values that stages make, and who uses them."""
+
+    def __init__(self, network: Network):
+        stages = network.stages
+        number = {}
+        for index, stage in enumerate(stages):
+            for value in stage.outputs:
+                number[value] = (len(number), index)
+        count = len(stages)
+        self.ids = np.arange(len(number))
+        self.maker = np.array([m for _, m in number.values()], np.int64)
+        self.bytes = np.array([network.value_bytes[v] for v in number])
+        self.bytes = self.bytes.astype(np.int64)
+        self.has_backward = np.array([s.has_backward for s in stages])
+        self.keeps = np.zeros((count, len(number)), bool)
+        self._inputs, self._outputs, self._kept = [], [], []
+        for index, stage in enumerate(stages):
+            kept = stage.kept if stage.has_backward else ()
+            self._inputs.append(_numbers(stage.inputs, number))
+            self._outputs.append(_numbers(stage.outputs, number))
+            self._kept.append(_numbers(kept, number))
+            self.keeps[index, list(self._kept[-1])] = True
+        self.residual_bytes = np.array(
+            [s.residual_bytes if s.has_backward else 0 for s in stages]
+        )
+        # The stage that uses a value first and last; its maker only if it
+        # keeps it.
+        self.first_use = np.full(len(number), count)
+        self.last_use = np.full(len(number), -1)
+        for index in range(count):
+            for value in self._inputs[index] | self._kept[index]:
+                self.first_use[value] = min(self.first_use[value], index)
+                self.last_use[value] = index
+        # All that a stage makes, and what it needs before its backward pass
+        # that no stage before it has used.
+        self.made_bytes = np.zeros(count, np.int64)
+        self.kept_first_bytes = self.residual_bytes.copy()
+        for index, stage in enumerate(stages):
+            self.made_bytes[index] = (
+                sum(self.bytes[v] for v in self._outputs[index])
+                + stage.residual_bytes
+                + stage.forward_workspace_bytes
+            )
+            self.kept_first_bytes[index] += sum(
+                self.bytes[v]
+                for v in self._kept[index]
+                if self.first_use[v] == index
+            )
+
+    def used_until(self, stop: int, all_run: bool):
+        """Which stages run if `stop` is the end, and the last uses.
+
+        Returns:
+            Stage -> whether its backward pass, or that of a later stage
+            before `stop`, needs it to run; value -> the last stage before
+            `stop` that uses it, or -1.
+        """
+        runs = np.zeros(stop, bool)
+        last = np.full(len(self.ids), -1)
+        needed: set[int] = set()
+        for index in range(stop - 1, -1, -1):
+            outputs, kept = self._outputs[index], self._kept[index]
+            used = kept
+            if (
+                all_run
+                or not needed.isdisjoint(outputs)
+                or not kept.isdisjoint(outputs)
+                or self.residual_bytes[index]
+            ):
+                runs[index] = True
+                used = kept | self._inputs[index]
+            for value in used:
+                if last[value] < 0:
+                    last[value] = index
+            needed = (needed | used) - outputs
+        return runs, last
+
+    def alive(self, begin, last, stop: int) -> np.ndarray:
+        """Stage -> bytes of the values with begin <= stage <= last."""
+        present = begin <= last
+        change = np.zeros(stop + 1, np.int64)
+        np.add.at(change, begin[present], self.bytes[present])
+        np.add.at(change, last[present] + 1, -self.bytes[present])
+        return np.cumsum(change)[:stop]
+
+    def again(self, reads) -> np.ndarray:
+        """Value -> whether it was used before its last use."""
+        return self.first_use < reads
+
+
+class _Gradients:
+    """The bytes of gradients, which no plan changes.
+
+    Attributes:
+        during: Stage -> those in use during its backward pass.
+        after: Stage -> those in use when all stages from it on are done.
+    """
+
+    def __init__(self, network: Network):
+        graph, count = network.graph, len(network.stages)
+        stage_of = {op: s for s, op in network.backward_index.items()}
+        last_reader = {}
+        for op in range(graph.num_forward, len(graph.operations)):
+            for tensor in graph.operations[op].inputs:
+                last_reader[tensor] = stage_of[op]
+        during = np.zeros(count + 1, np.int64)
+        after = np.zeros(count + 2, np.int64)
+        for op, stage in stage_of.items():
+            operation = graph.operations[op]
+            during[stage] += operation.workspace_bytes
+            for tensor in operation.outputs:
+                size = graph.tensor_bytes[tensor]
+                end = last_reader.get(tensor, stage)
+                end = 0 if tensor in graph.results else end
+                during[end : stage + 1] += size
+                # Between the backward passes of `stage` and of `end`.
+                after[end + 1 : stage + 1] += size
+                if tensor in graph.results:
+                    after[0] += size
+        self.during, self.after = during[:count], after
+
+
+def _common_bytes(network: Network) -> int:
+    """The largest divisor of all sizes."""
+    graph = network.graph
+    workspaces = (o.workspace_bytes for o in graph.operations)
+    sizes = [
+        size
+        for tensor, size in enumerate(graph.tensor_bytes)
+        if tensor not in graph.constants
+    ]
+    return math.gcd(*sizes, *workspaces) or 1
+
+
+def _numbers(values, number) -> frozenset[int]:
+    return frozenset(number[v][0] for v in values if v in number)

@@ -1,0 +1,171 @@
+"""Optimal nested segments of a network, under a budget on the peak.
+
+`kmem.planning.table` finds, for every budget at once, the plan that takes the
+least time of all plans of nested segments (Beaumont et al. 2019), and
+`simulate` says what each of them takes to the byte: the table counts some
+values for longer than they live, so a plan may be used for less than what the
+table gave it. On a chain of values with sizes that fit in slots both agree,
+and plans are optimal. Not done: offloading, and schedules that are not nested
+segments (see the solver for graphs).
+"""
+
+import dataclasses
+
+import numpy as np
+
+from kmem.planning.errors import InfeasibleBudget
+from kmem.planning.line import Line
+from kmem.planning.network import Network
+from kmem.planning.network import Segment
+from kmem.planning.simulate import simulate
+from kmem.planning.table import Table
+
+# The table's cost is about `_SPLITS` additions in groups of several.
+_SPLITS = 2e9
+_FEWEST_SLOTS = 400
+_MOST_SLOTS = 8000
+_MOST_PLACES = 450
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A plan and what it costs.
+
+    Attributes:
+        peak_bytes: Its simulated peak.
+        seconds: Its simulated time.
+        segments: The plan.
+    """
+
+    peak_bytes: int
+    seconds: float
+    segments: tuple[Segment, ...]
+
+
+class ChainSolver:
+    """The plans of a network for all budgets, from one table.
+
+    Args:
+        network: The network.
+        num_slots: How many sizes of memory to tell apart; by default what
+            takes a few seconds.
+
+    Example:
+
+    ```python
+    solver = ChainSolver(network)
+    solver.smallest.peak_bytes
+    solver.within(2 * 10**9).segments
+    [(point.peak_bytes, point.seconds) for point in solver.frontier()]
+    ```
+    """
+
+    def __init__(self, network: Network, num_slots: int | None = None):
+        self._network = network
+        places = _places(network)
+        line = Line(network, places)
+        if num_slots is None:
+            slots = 6 * _SPLITS / line.num_blocks**3
+            num_slots = int(np.clip(slots, _FEWEST_SLOTS, _MOST_SLOTS))
+        self._starts = [0, *places, len(network.stages)]
+        allowed = _allowed(network, self._starts)
+        self._table = Table(line, allowed, line.full_bytes, num_slots)
+        extra = self._table.extra
+        feasible = np.flatnonzero(np.isfinite(extra))
+        lower = extra[feasible[1:]] < extra[feasible[:-1]]
+        self._steps = feasible[np.concatenate([[True], lower])]
+        self._points: dict[int, Point] = {}
+
+    def _point(self, step: int) -> Point:
+        """The plan at a step of the table, which falls at each."""
+        if step not in self._points:
+            blocks = self._table.plan(int(self._steps[step]))
+            segments = _segments(blocks, self._starts)
+            self._points[step] = evaluate(self._network, segments)
+        return self._points[step]
+
+    @property
+    def smallest(self) -> Point:
+        """The plan with the smallest peak."""
+        return self._point(0)
+
+    def within(self, budget_bytes: int) -> Point:
+        """The fastest plan whose peak is within a budget.
+
+        Raises:
+            InfeasibleBudget: If there is none.
+        """
+        if self.smallest.peak_bytes > budget_bytes:
+            raise InfeasibleBudget(budget_bytes, self.smallest.peak_bytes)
+        low, high = 0, len(self._steps)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._point(middle).peak_bytes <= budget_bytes:
+                low = middle
+            else:
+                high = middle
+        return self._point(low)
+
+    def frontier(self, num_points: int = 30) -> list[Point]:
+        """Plans with rising peaks and falling times.
+
+        Args:
+            num_points: How many to evaluate; fewer are returned if some are
+                better than others in both.
+        """
+        count = len(self._steps)
+        wanted = np.linspace(self._steps[0], self._steps[-1], num_points)
+        steps = np.searchsorted(self._steps, wanted).clip(0, count - 1)
+        points = [self._point(int(step)) for step in np.unique(steps)]
+        points.sort(key=lambda point: (point.peak_bytes, point.seconds))
+        best = []
+        for point in points:
+            if not best or point.seconds < best[-1].seconds:
+                best.append(point)
+        return best
+
+
+def solve(network: Network, budget_bytes: int) -> tuple[Segment, ...]:
+    """The fastest plan whose simulated peak is within a budget.
+
+    Args:
+        network: The network.
+        budget_bytes: The peak, with everything that is in memory.
+
+    Raises:
+        InfeasibleBudget: If no plan fits.
+    """
+    everything = evaluate(network, ())
+    if everything.peak_bytes <= budget_bytes:
+        return ()
+    return ChainSolver(network).within(budget_bytes).segments
+
+
+def evaluate(network: Network, segments: tuple[Segment, ...]) -> Point:
+    """Simulates a plan."""
+    result = simulate(network.graph, network.schedule(segments))
+    return Point(result.peak_bytes, result.seconds, segments)
+
+
+def _places(network: Network) -> list[int]:
+    """Where blocks begin: at the narrowest places if there are too many."""
+    count = len(network.stages)
+    inner = {p for line in network.lines for p in line} or range(count)
+    return [p for p in sorted(inner) if 0 < p < count]
+
+
+def _allowed(network: Network, starts: list[int]) -> np.ndarray:
+    """`[first, stop]`: whether a segment may have these ends."""
+    lines = network.lines or (starts,)
+    on_line = np.array([[s in line for line in lines] for s in starts])
+    once = np.cumsum([not s.recomputable for s in network.stages])
+    before = np.concatenate([[0], once])[starts]
+    same = (on_line.astype(int) @ on_line.T.astype(int)) > 0
+    return np.triu(same & (before[:, None] == before[None, :]), 1)
+
+
+def _segments(blocks, starts) -> tuple[Segment, ...]:
+    return tuple(
+        Segment(starts[first], starts[stop], _segments(inner, starts))
+        for first, stop, inner in blocks
+    )
