@@ -1,0 +1,14 @@
+"""Rematerialization: a backward pass that runs its forward pass again.
+
+`recompute(fn)` gives a function with the same results that keeps its
+arguments only, after Chen et al., "Training Deep Nets with Sublinear Memory
+Cost" (2016). Unlike `tf.recompute_grad` and `keras.remat` it gives the same
+numbers as `fn` itself: what `fn` draws, assigns, adds to the losses or masks
+happens once, and is seen alike by both runs. What it does not do: choose what
+to wrap, which is planning.
+"""
+
+from kmem.remat.gradient import recompute
+from kmem.remat.purity import NotRecomputable
+
+__all__ = ["NotRecomputable", "recompute"]

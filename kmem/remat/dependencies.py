@@ -1,0 +1,93 @@
+"""Makes a recomputation wait for the gradient that needs it.
+
+Left alone, a graph's executor runs it as soon as its inputs are there, which
+is at once, and XLA finds that it computes what the forward pass did, and
+merges the two. A control dependency holds the executor back; XLA drops those,
+and merges even across its own optimization barrier on the CPU, so there the
+inputs are made to depend on the gradient, in a way that leaves every bit as
+it is. In eager mode nothing runs early.
+"""
+
+import tensorflow as tf
+
+# Private in TensorFlow: whether a function is traced to be compiled by XLA.
+# tests/test_remat.py fails if it moves.
+from tensorflow.python.ops import control_flow_util
+
+
+def in_xla() -> bool:
+    """Whether what is traced now will be compiled by XLA."""
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    return control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
+def after(
+    gradients: list[tf.Tensor],
+    tensors: list[tf.Tensor],
+    weights: list[tf.Tensor],
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Copies tensors into new ones that are there after the gradients.
+
+    Args:
+        gradients: What to wait for.
+        tensors: What a recomputation starts from.
+        weights: The same, but left out where a copy takes memory. What is
+            computed from these alone may be merged then.
+    """
+    if in_xla():
+        never = _never(gradients)
+        delayed = [tf.where(never, tf.zeros_like(t), t) for t in tensors]
+        return delayed, [tf.identity(w) for w in weights]
+    if tf.executing_eagerly():
+        gradients = []
+    with tf.control_dependencies(gradients):
+        delayed = [tf.identity(t) for t in tensors]
+        return delayed, [tf.identity(w) for w in weights]
+
+
+def _never(gradients):
+    """False, computed from the gradients such that no compiler can tell."""
+    first = []
+    for gradient in gradients:
+        element = tf.reshape(gradient, [-1])[:1]
+        if element.dtype.is_complex:
+            element = tf.math.real(element)
+        # No number's sign is 2, and a comparison with NaN is false.
+        first.append(tf.reduce_any(tf.sign(element) > 2))
+    return tf.reduce_any(first)
+
+
+def before(gradients: list, results: list) -> list:
+    """Makes `results` wait for `gradients`, in a graph.
+
+    The executor would else follow the chain of input gradients first, while
+    the weight gradients, and all they need, stay pending (see ordering.py).
+
+    Args:
+        gradients: Tensors, `IndexedSlices` or `None`.
+        results: The same.
+    """
+    if tf.executing_eagerly() or in_xla():
+        return results
+    with tf.control_dependencies(
+        [_values(g) for g in gradients if g is not None]
+    ):
+        return [None if r is None else _identity(r) for r in results]
+
+
+def _values(gradient):
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values
+    return gradient
+
+
+def _identity(gradient):
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            tf.identity(gradient.values),
+            gradient.indices,
+            gradient.dense_shape,
+        )
+    return tf.identity(gradient)

@@ -1,0 +1,81 @@
+"""Tells whether a function may run twice.
+
+A second run must not do anything a second time: what it may not contain are
+operations with effects of their own, as opposed to Keras's variables, whose
+assignments are held back (state.py). TensorFlow marks such operations as
+stateful; the functions of a loop or a branch are looked into.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+# Stateful for TensorFlow, since they must not be merged or left out, but a
+# second run of them is harmless: reads, messages, and collectives, which all
+# replicas run again together. cuDNN's kernels are given no dropout by Keras.
+_HARMLESS = (
+    "Assert",
+    "Collective",
+    "CudnnRNN",
+    "Nccl",
+    "LookupTableFind",
+    "LookupTableSize",
+    "Print",
+    "ReadVariableOp",
+    "ResourceGather",
+    "Timestamp",
+    "VariableShape",
+)
+
+
+class NotRecomputable(ValueError):
+    """A function whose forward pass cannot run twice."""
+
+    def __init__(self, fn, reason: str):
+        name = getattr(fn, "name", None) or getattr(fn, "__name__", repr(fn))
+        super().__init__(
+            "`recompute` needs a function that may run twice with the same "
+            f"results. Received: fn={name}, which {reason}"
+        )
+
+
+def effects(operations: Iterable[tf.Operation]) -> list[str]:
+    """Names the operations that have an effect of their own."""
+    found = {
+        f"{op.type} ('{op.name}')"
+        for op in _inner_operations(operations)
+        if op.op_def is not None
+        and op.op_def.is_stateful
+        and not op.type.startswith(_HARMLESS)
+    }
+    return sorted(found)
+
+
+def _inner_operations(operations) -> Iterator[tf.Operation]:
+    """The operations, with functions replaced by what is in them."""
+    waiting, seen = list(operations), set()
+    while waiting:
+        op = waiting.pop()
+        names = [
+            value.name
+            for attr in op.op_def.attr
+            for value in _functions(op, attr)
+        ]
+        if not names:
+            yield op
+        for name in names:
+            # Private in TensorFlow: the Python side of a graph's functions.
+            # tests/test_remat.py fails if it moves.
+            function = op.graph._get_function(name)
+            if function is not None and name not in seen:
+                seen.add(name)
+                waiting += function.graph.get_operations()
+
+
+def _functions(op, attr) -> list:
+    if attr.type == "func":
+        return [op.get_attr(attr.name)]
+    if attr.type == "list(func)":
+        return list(op.get_attr(attr.name))
+    return []

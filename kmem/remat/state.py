@@ -1,0 +1,218 @@
+"""Holds what a forward pass reads and writes besides its arguments.
+
+Both runs of a function see Keras's variables through a `StatelessScope`: the
+first one collects what is read and assigned, the second one is given what was
+read. The call context (`training`) and the autocast dtype, which Keras keeps
+for the time of a layer's call, are kept for the second run.
+
+A variable that was assigned counts, when it is read after that, as the same
+variable with a new value, as it does in TensorFlow: the gradient does not
+flow through the assignment.
+"""
+
+import contextlib
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Private in Keras, and used nowhere else: what is around a layer's call.
+# tests/test_remat.py fails if it moves.
+from keras.src.backend.common import global_state
+
+from kmem.remat.structure import is_differentiable
+
+_AMBIENT = ("current_call_ctx", "autocast_scope")
+
+
+class CannotRepeat(BaseException):
+    """What a function did that cannot be done twice.
+
+    Not an `Exception`, to which a layer adds its own words.
+    """
+
+
+class _Scope(keras.StatelessScope):
+    """Collects losses, with the layers that added them."""
+
+    def __init__(self):
+        super().__init__(collect_losses=True)
+        self._layer_of: dict[int, keras.layers.Layer] = {}
+        self._graph = _current_graph()
+
+    def add_loss(self, loss):
+        super().add_loss(loss)
+        # `Layer.add_loss` calls this, and tells the layer nowhere else.
+        # tests/test_remat.py fails if that changes.
+        self._layer_of[id(loss)] = sys._getframe(1).f_locals["self"]
+
+    def take_losses(self) -> tuple[list[keras.layers.Layer], list[tf.Tensor]]:
+        """The losses, and the layers they belong to."""
+        layers = [self._layer_of[id(loss)] for loss in self.losses]
+        for layer, loss in zip(layers, self.losses, strict=True):
+            # Else a later tensor with this `id` would pass for the layer's.
+            layer._loss_ids.discard(id(loss))
+        return layers, self.losses
+
+    def _check_read(self, variable) -> None:
+        graph = _current_graph()
+        while graph is not None and graph is not self._graph:
+            if type(graph) is tf.__internal__.FuncGraph:
+                raise CannotRepeat(
+                    f"reads the variable '{variable.path}' in a "
+                    "`tf.function` of its own, which would keep its value"
+                )
+            graph = getattr(graph, "outer_graph", None)
+
+    def _check_assignment(self, variable) -> None:
+        if _current_graph() is not self._graph:
+            raise CannotRepeat(
+                f"assigns the variable '{variable.path}' in a loop, a branch "
+                "or a `tf.function` of its own"
+            )
+
+
+class FirstRun(_Scope):
+    """The state of the forward pass.
+
+    Attributes:
+        entry: `[(variable, value), ...]` as it was before, of all variables
+            that were read. The gradient flows to these values.
+        assigned: `{id: variable}`, all that were assigned.
+        unbuilt: Whether a variable was read that has no value yet.
+        raw: The trainable `tf.Variable`s that were read and are not Keras's.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.entry: list[tuple[Any, tf.Tensor]] = []
+        self.assigned: dict[int, Any] = {}
+        self.unbuilt = False
+        self._watcher = tf.GradientTape()
+
+    def __enter__(self):
+        self._watcher.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *args, **kwargs):
+        super().__exit__(*args, **kwargs)
+        self._watcher.__exit__(*args)
+        self.raw = list(self._watcher.watched_variables())
+        del self._watcher
+
+    def get_current_value(self, variable):
+        self._check_read(variable)
+        known = super().get_current_value(variable)
+        if known is not None:
+            return known
+        # Not on a loop's graph, nor seen by those who look for raw variables.
+        with _as_default(self._graph), self._watcher.stop_recording():
+            outer = self.original_scope
+            value = None if outer is None else outer.get_current_value(variable)
+            # `_value` is private in Keras; see `capture.DiscardedState`.
+            value = variable._value if value is None else value
+            if value is None:
+                self.unbuilt = True
+                return None
+            value = tf.convert_to_tensor(value)
+            self.entry.append((variable, value))
+            value = untracked(value)
+        self.state_mapping[id(variable)] = value
+        return value
+
+    def add_update(self, update):
+        variable, _ = update
+        self._check_assignment(variable)
+        self.assigned[id(variable)] = variable
+        super().add_update(update)
+
+    def commit(self) -> None:
+        """Makes the assignments, after the scope was left."""
+        for variable in self.assigned.values():
+            variable.assign(self.state_mapping[id(variable)])
+
+
+class SecondRun(_Scope):
+    """The state of the recomputation.
+
+    Args:
+        values: `[(variable, value), ...]`, what the variables are.
+        tape: Where assigned values are watched.
+
+    Attributes:
+        assigned: `{id: [value, ...]}`, the values that a variable was given.
+    """
+
+    def __init__(self, values: list, tape: tf.GradientTape):
+        super().__init__()
+        self.state_mapping = {id(variable): v for variable, v in values}
+        self.assigned: dict[int, list[tf.Tensor]] = {}
+        self._tape = tape
+
+    def get_current_value(self, variable):
+        self._check_read(variable)
+        value = super().get_current_value(variable)
+        if value is None:
+            raise CannotRepeat(
+                f"reads '{variable.path}' when it runs again, and did not "
+                "when it ran first"
+            )
+        return value
+
+    def add_update(self, update):
+        variable, value = update
+        self._check_assignment(variable)
+        value = untracked(tf.identity(value))
+        if variable.trainable and is_differentiable(value):
+            self._tape.watch(value)
+            self.assigned.setdefault(id(variable), []).append(value)
+        super().add_update((variable, value))
+
+
+def untracked(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor as a constant, to every tape."""
+    return tf.stop_gradient(tensor) if is_differentiable(tensor) else tensor
+
+
+def ambient() -> dict[str, Any]:
+    """What is around the layer that is being called, as it is now."""
+    return {
+        name: copy.copy(global_state.get_global_attribute(name))
+        for name in _AMBIENT
+    }
+
+
+@contextlib.contextmanager
+def restored(values: dict[str, Any], layers: list) -> Iterator[None]:
+    """Calls layers again as they were called before.
+
+    Args:
+        values: What `ambient` gave.
+        layers: Layers that have losses, which a new call would clear.
+    """
+    before = {name: global_state.get_global_attribute(name) for name in values}
+    losses = [layer._losses[:] for layer in layers]
+    for name, value in values.items():
+        global_state.set_global_attribute(name, copy.copy(value))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            global_state.set_global_attribute(name, value)
+        for layer, own in zip(layers, losses, strict=True):
+            layer._losses[:] = own
+
+
+def _current_graph():
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()
+
+
+def _as_default(graph):
+    if graph is None or graph is _current_graph():
+        return contextlib.nullcontext()
+    return graph.as_default()

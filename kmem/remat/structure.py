@@ -1,0 +1,56 @@
+"""Takes the tensors out of what a function is given or returns.
+
+A tensor's Keras mask is an attribute of the Python object, which operations
+do not hand on: masks are taken out and put back as tensors of their own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+_COMPOSITE = (tf.RaggedTensor, tf.SparseTensor)
+
+
+class Structure:
+    """Anything nested, with its tensors in a list.
+
+    Attributes:
+        tensors: The tensors, of composite tensors their parts, and the masks.
+    """
+
+    def __init__(self, nested: Any):
+        self.tensors: list[tf.Tensor] = []
+        self._nested = tf.nest.map_structure(self._take, nested)
+
+    def join(self, tensors: list) -> Any:
+        """The same structure around other tensors."""
+        return tf.nest.map_structure(lambda put: put(tensors), self._nested)
+
+    def _take(self, leaf) -> Callable[[list], Any]:
+        start = len(self.tensors)
+        if isinstance(leaf, _COMPOSITE):
+            spec = tf.type_spec_from_value(leaf)
+            self.tensors += tf.nest.flatten(leaf, expand_composites=True)
+            stop = len(self.tensors)
+            return lambda tensors: tf.nest.pack_sequence_as(
+                spec, tensors[start:stop], expand_composites=True
+            )
+        if not isinstance(leaf, tf.Tensor):
+            return lambda tensors: leaf
+        self.tensors.append(leaf)
+        mask = getattr(leaf, "_keras_mask", None)
+        if not isinstance(mask, tf.Tensor):
+            return lambda tensors: tensors[start]
+        self.tensors.append(mask)
+
+        def put(tensors):
+            tensor = tensors[start]
+            tensor._keras_mask = tensors[start + 1]
+            return tensor
+
+        return put
+
+
+def is_differentiable(tensor: tf.Tensor) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_complex
