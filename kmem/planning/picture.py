@@ -1,0 +1,238 @@
+"""Draws a plan: memory over the step with and without it, and what runs again.
+
+The curves are the simulator's, operation by operation; nothing is measured
+here. What runs again is shown twice: when (under the curve), and which parts
+of the model it is (the strip, in which a stage is as wide as what its
+backward pass would keep).
+"""
+
+import collections
+import importlib.util
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kmem.planning.network import Network
+from kmem.units import format_size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from kmem.planning.plan import Plan
+    from kmem.planning.simulate import Simulation
+
+_GREY = "#80868b"
+_LIGHT_GREY = "#e3e5e8"
+_BLUE = "#1a73e8"
+_LIGHT_BLUE = "#cfe1fb"
+_AMBER = "#f9ab00"
+_LIGHT_AMBER = "#fdd663"
+_RED = "#c5221f"
+# Of a stage's forward pass; the last one stands for more as well.
+_NUM_RUNS = (
+    ("runs once", _LIGHT_BLUE),
+    ("runs twice", _AMBER),
+    ("runs more often", _RED),
+)
+_NUM_NAMES = 5
+
+
+def draw(plan: "Plan", path: str | os.PathLike) -> None:
+    """Draws a plan into a file.
+
+    Args:
+        plan: The plan.
+        path: Where to save the picture; its ending says the format.
+
+    Raises:
+        ImportError: If matplotlib is missing.
+    """
+    figure(plan).savefig(path, dpi=150)
+
+
+def figure(plan: "Plan") -> "Figure":
+    """Draws a plan as a figure, to be changed or shown in a notebook.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        A `matplotlib.figure.Figure` with two axes: the memory over the step,
+        and the model's stages.
+
+    Raises:
+        ImportError: If matplotlib is missing.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(
+            'Drawing a plan needs matplotlib: pip install "kmem[plot]"'
+        )
+    # Not by way of pyplot, whose backend is the program's own choice.
+    from matplotlib.figure import Figure
+
+    result = Figure(figsize=(10, 5.8), layout="constrained")
+    memory, stages = result.subplots(2, height_ratios=(13, 1))
+    _draw_memory(memory, plan)
+    _draw_stages(stages, plan)
+    return result
+
+
+def _title(plan: "Plan") -> str:
+    saved = 1 - plan.predicted_peak_bytes / plan.unplanned_peak_bytes
+    if not plan.segments:
+        return "A training step that keeps everything"
+    return (
+        f"The same training step in {saved:.0%} less memory, "
+        f"for {plan.slowdown:.2f}x the time"
+    )
+
+
+def _draw_memory(axes: "Axes", plan: "Plan") -> None:
+    graph = plan.network.graph
+    base_bytes = plan.resident_bytes + graph.constant_bytes
+    highest = plan.unplanned_peak_bytes
+    scale, unit = (1e9, "GB") if highest >= 1e10 else (1e6, "MB")
+    base = base_bytes / scale
+    top = 1.2 * highest / scale
+    budget = (plan.budget_bytes or 0) / scale
+
+    def curve(simulation: "Simulation", schedule, color: str, label: str):
+        seconds = [graph.operations[index].seconds for index in schedule]
+        edges = np.cumsum([0.0, *seconds])
+        in_use = np.array(simulation.step_bytes) + plan.resident_bytes
+        heights = in_use / scale
+        axes.stairs(
+            heights,
+            edges,
+            baseline=None,
+            color=color,
+            linewidth=1.5,
+            label=label,
+            zorder=3,
+        )
+        step = int(np.argmax(heights))
+        x, y = float(edges[step : step + 2].mean()), heights[step]
+        axes.plot(x, y, "o", color=color, zorder=4)
+        # Above the budget's line, if that is in the way.
+        in_the_way = y <= budget < y + 0.08 * top
+        axes.annotate(
+            format_size(in_use[step]),
+            (x, budget if in_the_way else y),
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha=_alignment(x / edges[-1]),
+            color=color,
+            fontweight="bold",
+        )
+        return heights, edges
+
+    def fill(heights, edges, color: str, label: str = ""):
+        axes.stairs(
+            heights,
+            edges,
+            baseline=base,
+            fill=True,
+            color=color,
+            linewidth=0,
+            label=label,
+        )
+
+    curve(plan.unplanned, graph.program, _GREY, "everything kept")
+    heights, edges = curve(plan.simulation, plan.schedule, _BLUE, "the plan")
+    again = _runs_again(plan.schedule)
+    fill(np.where(again, np.nan, heights), edges, _LIGHT_BLUE)
+    if again.any():
+        repeated = np.where(again, heights, np.nan)
+        fill(repeated, edges, _LIGHT_AMBER, "running again")
+    axes.fill_between(
+        edges[[0, -1]],
+        base,
+        color=_LIGHT_GREY,
+        linewidth=0,
+        label=f"always in memory: {format_size(base_bytes)}",
+    )
+    if plan.budget_bytes is not None:
+        axes.axhline(budget, color="black", linestyle="--", linewidth=1)
+        axes.text(
+            1.01,
+            budget,
+            f"budget:\n{format_size(plan.budget_bytes)}",
+            va="center",
+            transform=axes.get_yaxis_transform(),
+        )
+    axes.set_xlim(0, edges[-1])
+    axes.set_ylim(0, max(top, 1.1 * budget))
+    axes.set_xlabel("seconds of the step, as predicted")
+    axes.set_ylabel(f"memory in use, {unit}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper center", ncols=4, frameon=False)
+    axes.set_title(_title(plan), loc="left", fontweight="bold", fontsize=14)
+
+
+def _alignment(position: float) -> str:
+    """Keeps a label between left (0) and right (1)."""
+    if position < 0.1:
+        return "left"
+    return "right" if position > 0.9 else "center"
+
+
+def _runs_again(schedule) -> np.ndarray:
+    """For each step, whether it runs what has run before."""
+    first = {index: step for step, index in reversed([*enumerate(schedule)])}
+    return np.array([first[i] < step for step, i in enumerate(schedule)])
+
+
+def _draw_stages(axes: "Axes", plan: "Plan") -> None:
+    stages = plan.network.stages
+    counts = collections.Counter(plan.schedule)
+    edges = np.cumsum([0, *_kept_bytes(plan.network)])
+    for number, (label, color) in enumerate(_NUM_RUNS, start=1):
+        chosen = [
+            index
+            for index in range(len(stages))
+            if min(counts[index], len(_NUM_RUNS)) == number
+        ]
+        if chosen:
+            axes.bar(
+                edges[chosen],
+                1,
+                np.diff(edges)[chosen],
+                align="edge",
+                color=color,
+                label=label,
+            )
+    positions = np.linspace(0, edges[-1], _NUM_NAMES)
+    numbers = np.searchsorted(edges[1:], positions)
+    axes.set_xticks(positions, [stages[n].name for n in numbers], fontsize=8)
+    labels = axes.get_xticklabels()
+    labels[0].set_ha("left")
+    labels[-1].set_ha("right")
+    axes.set_xlim(0, edges[-1])
+    axes.set_ylim(0, 1)
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)
+    axes.set_title(
+        "the model's stages, each as wide as what it would keep",
+        loc="left",
+        fontsize=10,
+    )
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        borderaxespad=0,
+        ncols=3,
+        frameon=False,
+    )
+
+
+def _kept_bytes(network: Network) -> np.ndarray:
+    """What each stage makes that a backward pass reads."""
+    kept = {value for stage in network.stages for value in stage.kept}
+    sizes = [
+        stage.residual_bytes
+        + sum(network.value_bytes[v] for v in kept.intersection(stage.outputs))
+        for stage in network.stages
+    ]
+    return np.array(sizes) if any(sizes) else np.ones(len(sizes))
