@@ -4,6 +4,7 @@ A plan is data. It holds the network that it was made for, so that it can be
 replayed, drawn and compared wherever it is loaded; it is saved as JSON.
 """
 
+import collections
 import dataclasses
 import functools
 import json
@@ -48,6 +49,24 @@ class Plan:
     resident_bytes: int
     lower_bound_seconds: float
 
+    def __post_init__(self):
+        self._check(self.segments, 0, len(self.network.stages))
+
+    def _check(self, segments: tuple[Segment, ...], start: int, stop: int):
+        for segment in segments:
+            begin, end = segment.start, segment.stop
+            if not (
+                start <= begin < end <= stop and self.network.allows(begin, end)
+            ):
+                raise ValueError(
+                    "`segments` must be in order, within the segment around "
+                    "them, and such as the network allows. Received: a "
+                    f"segment of stages {begin} to {end} within {start} to "
+                    f"{stop}"
+                )
+            self._check(segment.inner, begin, end)
+            start = end
+
     @property
     def predicted_peak_bytes(self) -> int:
         """The device's peak during a step."""
@@ -66,11 +85,15 @@ class Plan:
     @property
     def slowdown(self) -> float:
         """The predicted time, relative to a step that keeps everything."""
+        if not self.unplanned.seconds:
+            return 1.0
         return self.predicted_seconds / self.unplanned.seconds
 
     @property
     def gap(self) -> float:
         """How much faster a schedule might be, at most: 0.01 is 1 %."""
+        if not self.lower_bound_seconds:
+            return 0.0
         return self.predicted_seconds / self.lower_bound_seconds - 1
 
     @functools.cached_property
@@ -94,6 +117,8 @@ class Plan:
         budget = "auto"
         if self.budget_bytes is not None:
             budget = format_size(self.budget_bytes)
+        counts = collections.Counter(self.schedule)
+        again = [index for index, count in counts.items() if count > 1]
         rows = [
             f"Rematerialization plan ({self.solver}, {self.mode} mode)",
             f"  budget          {budget}",
@@ -103,8 +128,8 @@ class Plan:
             "everything",
             f"  lower bound     {self.lower_bound_seconds:.4f} s of "
             f"{self.predicted_seconds:.4f} s: the gap is {self.gap:.1%}",
-            f"  recomputes      {self.simulation.num_recomputed} of "
-            f"{len(self.network.stages)} operations",
+            f"  recomputes      {len(again)} of {len(self.network.stages)} "
+            f"operations, in {self.simulation.num_recomputed} runs",
         ]
         for segment in self.segments:
             rows += self._describe(segment, "  ")
@@ -168,10 +193,10 @@ class Plan:
             ValueError: If it is no plan, is truncated, or is of another
                 version.
         """
-        text = pathlib.Path(path).read_text(encoding="utf-8")
+        saved = pathlib.Path(path).read_bytes()
         try:
-            content = json.loads(text)
-        except json.JSONDecodeError as error:
+            content = json.loads(saved)
+        except ValueError as error:
             raise ValueError(
                 "A plan file must be JSON; this one is truncated or damaged. "
                 f"Make the plan again. Received: {path} ({error})"
@@ -210,8 +235,8 @@ class Plan:
             segments=tuple(map(_to_segment, content["segments"])),
             **{name: content[name] for name in _SAVED_AS_THEY_ARE},
         )
-        # Replays it, which finds what does not fit together.
-        if plan.predicted_peak_bytes < 0:
+        # Replayed, which finds what does not fit together.
+        if min((*plan.simulation.step_bytes, plan.resident_bytes)) < 0:
             raise ValueError("negative sizes")
         return plan
 
