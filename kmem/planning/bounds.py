@@ -1,0 +1,139 @@
+"""What no schedule can beat: bounds on the peak, and on the time in a budget.
+
+They hold for every schedule whose first runs keep the program's order. When
+an operation runs for the first time, what was made before and is read after
+is either in memory then or made again later. The cheapest choice of what to
+make again, by its time per byte, is a fractional knapsack; an operation that
+made several such tensors is one item. Moments are looked at one by one: that
+different moments make different operations run again is not added up, and
+neither is the time to make their inputs again.
+"""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from kmem.planning.graph import Graph
+
+
+def peak_lower_bound(graph: Graph) -> int:
+    """Returns bytes that every schedule needs at some moment.
+
+    Args:
+        graph: The operations and their tensors.
+
+    Returns:
+        The most that an operation needs, with what cannot be made again; or
+        all results, if that is more.
+
+    Example:
+
+    ```python
+    from kmem.planning.bounds import peak_lower_bound
+    from kmem.planning.graph import Graph
+    from kmem.planning.graph import Operation
+
+    graph = Graph(
+        operations=(
+            Operation("a", (), (0,), seconds=1.0),
+            Operation("b", (0,), (1,), seconds=1.0),
+        ),
+        tensor_bytes=(10, 20),
+    )
+    peak_lower_bound(graph)  # 30
+    ```
+    """
+    fixed = np.array([not op.recomputable for op in graph.operations], bool)
+    at_the_end = graph.results - graph.constants
+    peak = graph.constant_bytes + sum(
+        graph.tensor_bytes[tensor] for tensor in at_the_end
+    )
+    for required, waiting in _moments(graph):
+        peak = max(peak, required + int(waiting[fixed].sum()))
+    return peak
+
+
+def seconds_lower_bound(graph: Graph, budget_bytes: int) -> float:
+    """Returns seconds that every schedule within a budget takes.
+
+    Args:
+        graph: The operations and their tensors.
+        budget_bytes: The peak that a schedule may have.
+
+    Returns:
+        At least the program's time; `math.inf` where the bound shows that no
+        schedule fits.
+
+    Example:
+
+    ```python
+    from kmem.planning.bounds import seconds_lower_bound
+    from kmem.planning.graph import Graph
+    from kmem.planning.graph import Operation
+
+    graph = Graph(
+        operations=(
+            Operation("a", (), (0,), seconds=1.0),
+            Operation("b", (0,), (1,), seconds=1.0),
+            Operation("c", (1,), (2,), seconds=1.0),
+            Operation("d", (0, 2), (3,), seconds=1.0),
+        ),
+        tensor_bytes=(10, 20, 30, 5),
+    )
+    seconds_lower_bound(graph, 60)  # 4.0
+    seconds_lower_bound(graph, 50)  # 5.0: `a` runs again
+    ```
+    """
+    if peak_lower_bound(graph) > budget_bytes:
+        return math.inf
+    seconds = np.array(
+        [op.seconds if op.recomputable else np.inf for op in graph.operations]
+    )
+    most = 0.0
+    for required, waiting in _moments(graph):
+        items = np.flatnonzero(waiting)
+        excess = required + int(waiting[items].sum()) - budget_bytes
+        if excess > 0:
+            most = max(most, _knapsack(seconds[items], waiting[items], excess))
+    return graph.seconds + most
+
+
+def _knapsack(seconds, num_bytes, excess: int) -> float:
+    """The least time for `excess` bytes, if items could be cut."""
+    order = np.argsort(seconds / num_bytes)
+    seconds, num_bytes = seconds[order], num_bytes[order]
+    total = np.cumsum(num_bytes)
+    last = int(np.searchsorted(total, excess))
+    part = 1 - (total[last] - excess) / num_bytes[last]
+    return float(seconds[:last].sum() + part * seconds[last])
+
+
+def _moments(graph: Graph) -> Iterator[tuple[int, np.ndarray]]:
+    """For each operation's first run: the bytes that it needs, and for each
+    operation the bytes that it made before and that are read only later."""
+    sizes, constants = graph.tensor_bytes, graph.constants
+    count = len(graph.operations)
+    last_read = [readers[-1] if readers else -1 for readers in graph.readers]
+    for tensor in graph.results:
+        last_read[tensor] = count
+    ends: list[list[int]] = [[] for _ in range(count + 1)]
+    waiting = np.zeros(count, np.int64)
+    for index, operation in enumerate(graph.operations):
+        for tensor in ends[index]:
+            waiting[graph.maker[tensor]] -= sizes[tensor]
+        touched = set(operation.inputs).difference(constants)
+        now = waiting.copy()
+        for tensor in touched:
+            # Read for the last time, it is not waiting any more.
+            if last_read[tensor] > index:
+                now[graph.maker[tensor]] -= sizes[tensor]
+        required = sum(
+            sizes[tensor] for tensor in touched.union(operation.outputs)
+        )
+        required += graph.constant_bytes + operation.workspace_bytes
+        yield required, now
+        for tensor in operation.outputs:
+            if last_read[tensor] > index + 1:
+                waiting[index] += sizes[tensor]
+                ends[last_read[tensor]].append(tensor)
