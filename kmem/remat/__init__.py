@@ -9,6 +9,7 @@ to wrap, which is planning.
 """
 
 from kmem.remat.gradient import recompute
+from kmem.remat.gradient import why_not_recomputable
 from kmem.remat.purity import NotRecomputable
 
-__all__ = ["NotRecomputable", "recompute"]
+__all__ = ["NotRecomputable", "recompute", "why_not_recomputable"]

@@ -38,7 +38,8 @@ def after(
     """
     if in_xla():
         never = _never(gradients)
-        delayed = [tf.where(never, tf.zeros_like(t), t) for t in tensors]
+        # A zero of the tensor's shape would be computed when XLA compiles.
+        delayed = [tf.where(never, tf.zeros([], t.dtype), t) for t in tensors]
         return delayed, [tf.identity(w) for w in weights]
     if tf.executing_eagerly():
         gradients = []

@@ -19,7 +19,7 @@ _FIRST, _SECOND = 1, 2
 _running = contextvars.ContextVar("running", default=0)
 
 
-def recompute(fn: Callable) -> Callable:
+def recompute(fn: Callable, check: bool = True) -> Callable:
     """Lets a function keep only its arguments for its gradient.
 
     The gradient runs `fn` again, with the same random numbers, the same
@@ -31,13 +31,14 @@ def recompute(fn: Callable) -> Callable:
         fn: A function of tensors, which may be nested in its arguments among
             anything else, that calls Keras layers. It gets no gradient for
             tensors that it closes over.
+        check: Whether to call `why_not_recomputable` before the first call
+            in eager mode. Graphs are looked at as they are made.
 
     Returns:
         A function with the arguments and results of `fn`. It raises a
         `NotRecomputable`, which is a `ValueError`, if `fn` does what cannot
         be done twice: random numbers that are not Keras's, assignments to
-        variables that are not Keras's, calls of Python. In eager mode this is
-        looked for once, in a trace before the first call.
+        variables that are not Keras's, calls of Python.
 
     Example:
 
@@ -56,23 +57,55 @@ def recompute(fn: Callable) -> Callable:
     gradients = tape.gradient(y, block.trainable_weights)
     ```
     """
-    checked = False
+    unchecked = check
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
-        nonlocal checked
+        nonlocal unchecked
         # Within a forward pass that is not kept there is nothing to leave out.
         if _running.get() == _FIRST:
             return fn(*args, **kwargs)
         segment = _Segment(fn, Structure((args, kwargs)))
-        # Graphs are looked at as they are made, and a function within
-        # another one with that one.
-        if tf.executing_eagerly() and not _running.get() and not checked:
+        # A function within another one was looked at with that one.
+        if unchecked and tf.executing_eagerly() and not _running.get():
             segment.check()
-            checked = True
+            unchecked = False
         return segment()
 
     return call
+
+
+def why_not_recomputable(fn: Callable, *args, **kwargs) -> str | None:
+    """Tells whether a function, or a layer, may be given to `recompute`.
+
+    It is traced, and changes nothing but that its layers are built.
+
+    Args:
+        fn: The function.
+        *args: Its arguments; a `tf.TensorSpec` stands for a tensor.
+        **kwargs: The same.
+
+    Returns:
+        The text of the error that `recompute` would raise, or `None`.
+
+    Example:
+
+    ```python
+    import keras
+    import tensorflow as tf
+
+    from kmem import remat
+
+    layer = keras.layers.Lambda(tf.random.shuffle)
+    print(remat.why_not_recomputable(layer, tf.TensorSpec((8, 64))))
+    # ... which contains RandomShuffle ...
+    ```
+    """
+    try:
+        _Segment(fn, Structure((args, kwargs))).check()
+    except purity.NotRecomputable as error:
+        return str(error)
+    return None
 
 
 class _Segment:
@@ -82,52 +115,54 @@ class _Segment:
         self._fn = fn
         self._arguments = arguments
         self._ambient = state.ambient()
+        self._noted_outputs: set[int] = set()
 
     def check(self) -> None:
         """Traces the function by itself, to look at its operations."""
 
         def trace(*tensors):
             with state.restored(self._ambient, []):
-                self._first_run(self._arguments.join(list(tensors)))
+                self._first_run(list(tensors))
 
-        # Traced by Keras's rules, in which layers are plain Python.
-        trace = tf.function(trace, autograph=False)
-        specs = map(tf.type_spec_from_value, self._arguments.tensors)
-        trace.get_concrete_function(*specs)
+        specs = [
+            t if isinstance(t, tf.TensorSpec) else tf.type_spec_from_value(t)
+            for t in self._arguments.tensors
+        ]
+        try:
+            # As Keras does it: layers are plain Python.
+            tf.function(trace, autograph=False).get_concrete_function(*specs)
+        except purity.NotRecomputable:
+            raise
+        except Exception as error:
+            reason = f"cannot be traced: {error}"
+            raise purity.not_recomputable(self._fn, reason) from error
 
     def __call__(self):
-        tensors = [state.untracked(t) for t in self._arguments.tensors]
-        run, results = self._first_run(self._arguments.join(tensors))
+        run, results = self._first_run(self._arguments.tensors)
         if run.unbuilt:
             # Initial values were drawn that no variable has: once more.
-            run, results = self._first_run(self._arguments.join(tensors))
+            run, results = self._first_run(self._arguments.tensors)
         if run.unbuilt:
             reason = "calls a layer that is not built yet"
-            raise purity.NotRecomputable(self._fn, reason)
+            raise purity.not_recomputable(self._fn, reason)
         run.commit()
-        layers, losses = run.take_losses()
-        results = Structure((results, losses))
-        self._variables = run.entry
+        self._layers, losses = run.take_losses()
+        self._values = run.entry
         self._trained = [
             (variable, value)
             for variable, value in run.entry
             if variable.trainable and is_differentiable(value)
         ]
         self._raw = run.raw
-        self._layers = layers
-        tensors = list(results.tensors)
-        indices = [i for i, t in enumerate(tensors) if is_differentiable(t)]
-        outputs = self._linked([tensors[i] for i in indices])
-        for index, output in zip(indices, outputs, strict=True):
-            tensors[index] = output
-        results, losses = results.join(tensors)
-        for layer, loss in zip(layers, losses, strict=True):
+        results = Structure((results, losses))
+        results, losses = results.join(self._linked(results.tensors))
+        for layer, loss in zip(self._layers, losses, strict=True):
             # Not a method that a subclass may have: that was called before.
             keras.layers.Layer.add_loss(layer, loss)
         return results
 
-    def _first_run(self, arguments):
-        args, kwargs = arguments
+    def _first_run(self, tensors):
+        args, kwargs = self._arguments.join(list(map(state.untracked, tensors)))
         before = _num_operations()
         with self._explained(), _as(_FIRST), state.FirstRun() as run:
             results = self._fn(*args, **kwargs)
@@ -136,75 +171,91 @@ class _Segment:
             found = purity.effects(graph.get_operations()[before:])
             if found:
                 reason = f"contains {', '.join(found)}"
-                raise purity.NotRecomputable(self._fn, reason)
+                raise purity.not_recomputable(self._fn, reason)
         return run, results
 
-    def _linked(self, outputs: list) -> list:
-        """The outputs, with the recomputation as their gradient."""
+    def _linked(self, tensors: list) -> list:
+        """The results, with the recomputation as their gradient."""
         sources = [t for t in self._arguments.tensors if is_differentiable(t)]
         sources += [value for _, value in self._trained]
         sources += [tf.convert_to_tensor(variable) for variable in self._raw]
+        outputs = [t for t in tensors if is_differentiable(t)]
         if not sources or not outputs:
-            return outputs
-
+            return tensors
         link: Any = tf.custom_gradient(lambda *_: (outputs, self._gradient))
-        return link(*sources)
+        linked = link(*sources)
+        # `custom_gradient` holds on to the list, for its length alone.
+        outputs[:] = [None] * len(outputs)
+        if len(linked) > 1:
+            linked = [self._noted(i, t) for i, t in enumerate(linked)]
+        linked = iter(linked)
+        return [next(linked) if is_differentiable(t) else t for t in tensors]
+
+    def _noted(self, index: int, output: tf.Tensor) -> tf.Tensor:
+        """Notes that an output has a gradient: one that has none gets zeros.
+
+        They would turn gradients that are `None` into zeros.
+        """
+
+        def gradient(known):
+            self._noted_outputs.add(index)
+            return known
+
+        note: Any = tf.custom_gradient(lambda t: (tf.identity(t), gradient))
+        return note(output)
 
     def _gradient(self, *gradients):
         """The gradients of the sources, from those of the outputs."""
-        known = [tf.convert_to_tensor(g) for g in gradients if g is not None]
-        num_tensors = len(self._arguments.tensors)
-        starts = list(self._arguments.tensors)
-        seeds, weights = [], []
-        for variable, value in self._variables:
-            kind = weights if is_differentiable(value) else seeds
-            kind.append((variable, value))
-        starts += [value for _, value in seeds]
-        starts, values = dependencies.after(
-            known, starts, [value for _, value in weights]
-        )
-        tensors, values = starts[:num_tensors], starts[num_tensors:] + values
-        variables = [variable for variable, _ in (*seeds, *weights)]
-        values = list(zip(variables, values, strict=True))
-        value_of = {id(variable): value for variable, value in values}
-        inputs = [t for t in tensors if is_differentiable(t)]
+        wanted = self._noted_outputs or range(len(gradients))
+        self._noted_outputs = set()
+        known = [tf.convert_to_tensor(gradients[i]) for i in sorted(wanted)]
+        tensors, values = self._delayed(known)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(inputs)
-            tape.watch([value_of[id(v)] for v, _ in self._trained])
-            tape.watch(self._raw)
-            run = state.SecondRun(values, tape)
-            args, kwargs = self._arguments.join(tensors)
-            ambient = state.restored(self._ambient, self._layers)
-            with self._explained(), _as(_SECOND), ambient, run:
-                results = self._fn(*args, **kwargs)
-        _, losses = run.take_losses()
-        outputs = [
-            t
-            for t in Structure((results, losses)).tensors
-            if is_differentiable(t)
-        ]
-        del results, losses
-        outputs = [
-            o for o, g in zip(outputs, gradients, strict=True) if g is not None
-        ]
-        leaves = [
-            [value_of[id(v)], *run.assigned.get(id(v), [])]
-            for v, _ in self._trained
-        ]
-        found: Any = tape.gradient(
-            outputs, [inputs, leaves, self._raw], output_gradients=known
-        )
-        of_inputs, of_leaves, of_raw = found
-        of_variables = [*map(_sum, of_leaves), *of_raw]
+            inputs = [t for t in tensors if is_differentiable(t)]
+            tape.watch([inputs, self._raw])
+            trained = [variable for variable, _ in self._trained]
+            run = state.SecondRun(values, trained, tape)
+            outputs = self._second_run(tensors, run)
+        outputs = [outputs[i] for i in sorted(wanted)]
+        sources = [inputs, run.watched, self._raw]
+        found: Any = tape.gradient(outputs, sources, output_gradients=known)
+        of_inputs, of_values, of_raw = found
+        of_variables = [*map(_sum, of_values), *of_raw]
         of_inputs = dependencies.before(of_variables, of_inputs)
         return [*of_inputs, *of_variables]
+
+    def _delayed(self, gradients: list) -> tuple[list, list]:
+        """What the second run starts from, there after the gradients."""
+        weights = [v for v in self._values if is_differentiable(v[1])]
+        # All that random numbers are made from.
+        seeds = [v for v in self._values if not is_differentiable(v[1])]
+        arguments = self._arguments.tensors
+        tensors, values = dependencies.after(
+            gradients,
+            [*arguments, *(value for _, value in seeds)],
+            [value for _, value in weights],
+        )
+        count = len(arguments)
+        variables = [variable for variable, _ in (*seeds, *weights)]
+        values = [*tensors[count:], *values]
+        return tensors[:count], list(zip(variables, values, strict=True))
+
+    def _second_run(self, tensors: list, run: state.SecondRun) -> list:
+        """The differentiable results, in the order of the first run."""
+        args, kwargs = self._arguments.join(tensors)
+        ambient = state.restored(self._ambient, self._layers)
+        with self._explained(), _as(_SECOND), ambient, run:
+            results = self._fn(*args, **kwargs)
+        _, losses = run.take_losses()
+        results = Structure((results, losses)).tensors
+        return [t for t in results if is_differentiable(t)]
 
     @contextlib.contextmanager
     def _explained(self):
         try:
             yield
         except state.CannotRepeat as error:
-            raise purity.NotRecomputable(self._fn, str(error)) from None
+            raise purity.not_recomputable(self._fn, str(error)) from None
 
 
 @contextlib.contextmanager

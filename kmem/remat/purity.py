@@ -30,14 +30,15 @@ _HARMLESS = (
 
 
 class NotRecomputable(ValueError):
-    """A function whose forward pass cannot run twice."""
+    """A function that cannot run twice with the same results."""
 
-    def __init__(self, fn, reason: str):
-        name = getattr(fn, "name", None) or getattr(fn, "__name__", repr(fn))
-        super().__init__(
-            "`recompute` needs a function that may run twice with the same "
-            f"results. Received: fn={name}, which {reason}"
-        )
+
+def not_recomputable(fn, reason: str) -> NotRecomputable:
+    name = getattr(fn, "name", None) or getattr(fn, "__name__", repr(fn))
+    return NotRecomputable(
+        "`recompute` needs a function that may run twice with the same "
+        f"results. Received: fn={name}, which {reason}"
+    )
 
 
 def effects(operations: Iterable[tf.Operation]) -> list[str]:

@@ -126,6 +126,7 @@ class FirstRun(_Scope):
     def add_update(self, update):
         variable, _ = update
         self._check_assignment(variable)
+        self.get_current_value(variable)  # So that it has a value at entry.
         self.assigned[id(variable)] = variable
         super().add_update(update)
 
@@ -140,17 +141,23 @@ class SecondRun(_Scope):
 
     Args:
         values: `[(variable, value), ...]`, what the variables are.
-        tape: Where assigned values are watched.
-
-    Attributes:
-        assigned: `{id: [value, ...]}`, the values that a variable was given.
+        trained: Those of the variables that a gradient is wanted for.
+        tape: Where their values are watched.
     """
 
-    def __init__(self, values: list, tape: tf.GradientTape):
+    def __init__(self, values: list, trained: list, tape: tf.GradientTape):
         super().__init__()
         self.state_mapping = {id(variable): v for variable, v in values}
-        self.assigned: dict[int, list[tf.Tensor]] = {}
         self._tape = tape
+        self._watched: dict[int, list[tf.Tensor]] = {}
+        for variable in trained:
+            self._watched[id(variable)] = []
+            self._watch(variable, self.state_mapping[id(variable)])
+
+    @property
+    def watched(self) -> list[list[tf.Tensor]]:
+        """For each variable trained, all the values that it had."""
+        return list(self._watched.values())
 
     def get_current_value(self, variable):
         self._check_read(variable)
@@ -166,10 +173,13 @@ class SecondRun(_Scope):
         variable, value = update
         self._check_assignment(variable)
         value = untracked(tf.identity(value))
-        if variable.trainable and is_differentiable(value):
-            self._tape.watch(value)
-            self.assigned.setdefault(id(variable), []).append(value)
+        if id(variable) in self._watched:
+            self._watch(variable, value)
         super().add_update((variable, value))
+
+    def _watch(self, variable, value) -> None:
+        self._tape.watch(value)
+        self._watched[id(variable)].append(value)
 
 
 def untracked(tensor: tf.Tensor) -> tf.Tensor:

@@ -20,7 +20,7 @@ class Structure:
     """
 
     def __init__(self, nested: Any):
-        self.tensors: list[tf.Tensor] = []
+        self.tensors: list = []
         self._nested = tf.nest.map_structure(self._take, nested)
 
     def join(self, tensors: list) -> Any:
@@ -36,7 +36,7 @@ class Structure:
             return lambda tensors: tf.nest.pack_sequence_as(
                 spec, tensors[start:stop], expand_composites=True
             )
-        if not isinstance(leaf, tf.Tensor):
+        if not isinstance(leaf, tf.Tensor | tf.TensorSpec):
             return lambda tensors: leaf
         self.tensors.append(leaf)
         mask = getattr(leaf, "_keras_mask", None)
