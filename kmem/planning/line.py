@@ -17,20 +17,20 @@ until its first use is done with. Times are exact but for stages of an inner
 segment whose output no later stage of the outer one needs: they are counted.
 """
 
-import dataclasses
 import math
+import typing
 
 import numpy as np
 
 from kmem.planning.network import Network
 
 
-@dataclasses.dataclass(frozen=True)
-class Splits:
-    """The segments with which a sub-chain may begin, one for each `stop`.
+class Splits(typing.NamedTuple):
+    """The segments with which a sub-chain may begin, one for each stop.
+
+    The first two are numbers if they are the same for all of them.
 
     Attributes:
-        stops: The first block after the segment.
         held_bytes: What the segment keeps for later, besides what the blocks
             after it begin with.
         waiting_bytes: What is held over the segment, during its backward
@@ -38,9 +38,8 @@ class Splits:
         forward_bytes: The peak of its forward pass, which keeps nothing.
     """
 
-    stops: np.ndarray
-    held_bytes: np.ndarray
-    waiting_bytes: np.ndarray
+    held_bytes: "int | np.ndarray"
+    waiting_bytes: "int | np.ndarray"
     forward_bytes: np.ndarray
 
 
@@ -132,37 +131,36 @@ class Line:
             (values.maker < place) & (values.last_use >= place)
         )
 
-    def splits(self, first: int, last: int, furthest: int) -> Splits:
+    def splits(self, first: int, last: int, final: int) -> Splits:
         """The segments with which a sub-chain may begin.
 
         Args:
             first: The sub-chain's first block.
             last: Its last block.
-            furthest: The last block that may be in the segment.
+            final: The last of the stops, which begin with `first + 1`.
         """
-        stops = np.arange(first + 1, min(furthest + 1, last) + 1)
-        held = np.zeros(len(stops), np.int64)
-        waiting = np.zeros(len(stops), np.int64)
-        begin, end = self.places[first], self.places[first + len(stops)]
-        forward = self._forward[last][begin:end].copy()
+        ends = self.places[first + 1 : final + 1]
+        begin = self.places[first]
+        forward = self._forward[last][begin : ends[-1]].copy()
         reads = self._reads[last]
+        held, waiting = 0, 0
         for value in self._starting[first]:
             last_read = reads[value]
             if last_read < begin:
                 continue
             size = self._values.bytes[value]
-            held[self.places[stops] > last_read] += size
             forward[last_read + 1 - begin :] += size
-            if self._values.first_use[value] < begin:
-                inner = [self._reads[stop - 1][value] for stop in stops]
-                waiting[np.array(inner) < begin] += size
+            # In a chain, the first block is the only one that reads it.
+            alone = last_read < ends[0]
+            held = held + (size if alone else size * (ends > last_read))
+            if self._values.first_use[value] < begin and (
+                # Longer segments use what shorter ones do.
+                self._reads[first][value] < begin
+            ):
+                inner = [self._reads[s][value] for s in range(first, final)]
+                waiting = waiting + size * (np.array(inner) < begin)
         np.maximum.accumulate(forward, out=forward)
-        return Splits(
-            stops=stops,
-            held_bytes=held,
-            waiting_bytes=waiting,
-            forward_bytes=forward[self.places[stops] - 1 - begin],
-        )
+        return Splits(held, waiting, forward[ends - 1 - begin])
 
 
 class _Values:

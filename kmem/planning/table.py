@@ -27,11 +27,11 @@ from kmem.planning.line import Line
 # Sums of times differ in their last bits by the order of the additions.
 _TOLERANCE = 1e-6
 # A row is computed in ranges that grow by this factor, unless it is small.
-_GROWTH = 4
-_FIRST_SHARE = 64
+_GROWTH = 3
+_FIRST_SHARE = 16
 _SMALL_ROW = 4096
 # Elements that are added at once: they should stay in the cache.
-_AT_ONCE = 32768
+_AT_ONCE = 131072
 _NEVER = 2**40
 
 
@@ -94,16 +94,16 @@ class Table:
         """Fills the row of a sub-chain; those it is made of are known."""
         row, following = self._extra[last][first : first + 2]
         kept, plain = self._kept[last, first], self._plain[last, first]
-        begin = max(plain, self._least[last, first + 1] + kept, kept, 0)
-        enough = max(plain, self._enough[last, first + 1] + kept, kept, 0)
-        splits = self._splits(first, last)
-        least = min(begin, splits.begins.min(initial=begin))
-        stop = min(enough, self._width)
+        begin = max(plain, self._least[last, first + 1] + kept, kept)
+        enough = max(plain, self._enough[last, first + 1] + kept, kept)
+        least, stop = begin, min(enough, self._width)
         row[:begin] = np.inf
         if begin < stop:
             row[begin:stop] = following[begin - kept : stop - kept]
         row[stop:] = 0
-        if least < stop and len(splits.stops):
+        if first < min(self._furthest[first] + 1, last):
+            splits = self._splits(first, last)
+            least = min(begin, splits.begins.min())
             self._improve(row, last, splits, least, stop)
         self._least[last, first] = least
         self._enough[last, first] = enough
@@ -112,67 +112,67 @@ class Table:
 
     def _splits(self, first: int, last: int) -> "_Splits":
         """The segments with which a sub-chain may begin."""
-        furthest = min(self._furthest[first], last)
-        splits = self._line.splits(first, last, furthest)
-        held = self._slots(splits.held_bytes)
-        waiting = self._slots(splits.waiting_bytes)
-        forward = self._slots(splits.forward_bytes)
-        ready = np.maximum(
-            self._least[last, splits.stops] + held,
-            self._least[splits.stops - 1, first] + waiting,
+        final = min(self._furthest[first] + 1, last)
+        held, waiting, forward = map(
+            self._slots, self._line.splits(first, last, final)
         )
-        forward[~self._allowed[first, splits.stops]] = _NEVER
-        begins = np.maximum(ready, forward)
-        return _Splits(splits.stops, held, waiting, begins, forward > ready)
+        stops = np.arange(first + 1, final + 1)
+        begins = np.maximum(
+            self._least[last, first + 1 : final + 1] + held,
+            self._least[first:final, first] + waiting,
+        )
+        late = forward > begins
+        late = late.nonzero()[0] if late.any() else ()
+        begins = np.maximum(begins, forward)
+        begins[~self._allowed[first, first + 1 : final + 1]] = _NEVER
+        return _Splits(stops, held, waiting, begins, late)
 
     def _improve(self, row, last, splits, begin: int, stop: int) -> None:
         """Lowers a row from `begin` to `stop` to what segments allow."""
+        stops, held, waiting, begins, _ = splits
         following, segment = self._extra[last], self._segment
         size, best = stop - begin, np.inf
-        if size * len(splits.stops) > _SMALL_ROW:
+        if size * len(stops) > _SMALL_ROW:
             size = max(size // _FIRST_SHARE, 1)
         while begin < stop:
             end = min(begin + size, stop)
             best = min(best, row[begin])
-            chosen = splits.take(np.flatnonzero(splits.begins < end))
-            bound = (
-                following[chosen.stops, end - 1 - chosen.held]
-                + segment[chosen.stops - 1, end - 1 - chosen.waiting]
-            )
-            chosen = chosen.take(np.flatnonzero(bound < best))
-            if len(chosen.stops):
-                self._lower(row, last, chosen, begin, end)
+            bound = following[stops, end - 1 - held]
+            bound += segment[stops - 1, end - 1 - waiting]
+            # Not those that do not begin before `end`, which read nonsense.
+            chosen = ((bound < best) & (begins < end)).nonzero()[0]
+            if len(chosen):
+                for group in splits.groups(chosen):
+                    self._lower(row, last, splits, group, begin, end)
             part = row[begin:end]
             np.minimum(part, best, out=part)
             begin, size, best = end, size * _GROWTH, part[-1]
 
-    def _lower(self, row, last, chosen, begin: int, end: int) -> None:
-        for group in chosen.groups():
-            held, waiting = int(group.held[0]), int(group.waiting[0])
-            start, count = max(begin, held, waiting), len(group.stops)
-            late = np.flatnonzero(group.late & (group.begins > start))
-            size = max(_AT_ONCE // count, 64)
-            for left in range(start, end, size):
-                right = min(left + size, end)
-                total = self._buffer[: count * (right - left)]
-                total = total.reshape(count, right - left)
-                np.add(
-                    _rows(
-                        self._extra[last],
-                        group.stops,
-                        slice(left - held, right - held),
-                    ),
-                    _rows(
-                        self._segment,
-                        group.stops - 1,
-                        slice(left - waiting, right - waiting),
-                    ),
-                    out=total,
-                )
-                for index in late:
-                    total[index, : max(group.begins[index] - left, 0)] = np.inf
-                part = row[left:right]
-                np.minimum(part, total.min(axis=0), out=part)
+    def _lower(self, row, last, splits, group, begin: int, end: int) -> None:
+        """Lowers it to what segments that hold the same allow."""
+        stops, held, waiting = splits.stops[group], splits.held, splits.waiting
+        if isinstance(held, np.ndarray):
+            held = int(held[group[0]])
+        if isinstance(waiting, np.ndarray):
+            waiting = int(waiting[group[0]])
+        left, count = max(begin, held, waiting), len(stops)
+        size = max(_AT_ONCE // count, 64)
+        while left < end:
+            right = min(left + size, end)
+            total = self._buffer[: count * (right - left)]
+            total = total.reshape(count, right - left)
+            here = slice(left - held, right - held)
+            following = _rows(self._extra[last], stops, here)
+            here = slice(left - waiting, right - waiting)
+            segment = _rows(self._segment, stops - 1, here)
+            np.add(following, segment, out=total)
+            for index in splits.late:
+                if index in group:
+                    early = max(splits.begins[index] - left, 0)
+                    total[group == index, :early] = np.inf
+            part = row[left:right]
+            np.minimum(part, total.min(axis=0), out=part)
+            left = right
 
     def plan(self, slots: int) -> tuple[tuple, ...]:
         """The segments `(start, stop, inner)` of a best plan, in blocks.
@@ -194,47 +194,50 @@ class Table:
             ):
                 first, slots = first + 1, slots - kept
                 continue
-            splits = self._splits(first, last)
-            splits = splits.take(np.flatnonzero(splits.begins <= slots))
-            inner = slots - splits.waiting
-            total = self._again[splits.stops - 1, first]
-            total += self._extra[last][splits.stops, slots - splits.held]
-            total += [
-                self._extra[stop - 1][first, left]
-                for stop, left in zip(splits.stops, inner, strict=True)
-            ]
-            best = int(np.argmin(total))
-            stop = int(splits.stops[best])
-            inside = self._trace(first, stop - 1, int(inner[best]))
-            found.append((first, stop, inside))
-            first, slots = stop, slots - int(splits.held[best])
+            first, slots, segment = self._split(first, last, slots)
+            found.append(segment)
         return tuple(found)
+
+    def _split(self, first: int, last: int, slots: int):
+        """The best segment to begin with, what is after it, and its inside."""
+        splits = self._splits(first, last)
+        chosen = (splits.begins <= slots).nonzero()[0]
+        stops = splits.stops[chosen]
+        inside = slots - np.broadcast_to(splits.waiting, len(splits.stops))
+        after = slots - np.broadcast_to(splits.held, len(splits.stops))
+        total = self._extra[last][stops, after[chosen]]
+        total += self._again[stops - 1, first]
+        total += [
+            self._extra[s - 1][first, inside[s - first - 1]] for s in stops
+        ]
+        best = chosen[np.argmin(total)]
+        stop = int(splits.stops[best])
+        inner = self._trace(first, stop - 1, int(inside[best]))
+        return stop, int(after[best]), (first, stop, inner)
 
 
 class _Splits(typing.NamedTuple):
     """The segments with which a sub-chain may begin, in slots.
 
-    `begins` is the least memory for each; `late` says that the forward pass
-    of the segment is why, and not what follows.
+    `begins` is the least memory for each. It is because of the forward pass
+    of the segment, not of what follows, for the indexes in `late`.
     """
 
     stops: np.ndarray
-    held: np.ndarray
-    waiting: np.ndarray
+    held: "int | np.ndarray"
+    waiting: "int | np.ndarray"
     begins: np.ndarray
-    late: np.ndarray
+    late: "tuple[()] | np.ndarray"
 
-    def take(self, chosen) -> "_Splits":
-        return _Splits(*(field[chosen] for field in self))
-
-    def groups(self) -> "list[_Splits]":
-        """Neighbours that hold the same."""
-        change = (np.diff(self.held) != 0) | (np.diff(self.waiting) != 0)
-        edges = [0, *(np.flatnonzero(change) + 1), len(self.stops)]
-        return [
-            self.take(slice(begin, end))
-            for begin, end in zip(edges, edges[1:], strict=False)
-        ]
+    def groups(self, chosen: np.ndarray) -> list[np.ndarray]:
+        """Splits indexes into those that hold the same."""
+        change = np.zeros(len(chosen) - 1, bool)
+        for same in (self.held, self.waiting):
+            if isinstance(same, np.ndarray):
+                change |= np.diff(same[chosen]) != 0
+        if not change.any():
+            return [chosen]
+        return np.split(chosen, change.nonzero()[0] + 1)
 
 
 def _rows(table, rows, columns: slice):

@@ -9,37 +9,20 @@ and plans are optimal. Not done: offloading, and schedules that are not nested
 segments (see the solver for graphs).
 """
 
-import dataclasses
-
 import numpy as np
 
 from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.line import Line
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
-from kmem.planning.simulate import simulate
+from kmem.planning.solvers import flat
 from kmem.planning.table import Table
 
 # The table's cost is about `_SPLITS` additions in groups of several.
-_SPLITS = 2e9
+_SPLITS = 3e9
 _FEWEST_SLOTS = 400
 _MOST_SLOTS = 8000
-_MOST_PLACES = 450
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """A plan and what it costs.
-
-    Attributes:
-        peak_bytes: Its simulated peak.
-        seconds: Its simulated time.
-        segments: The plan.
-    """
-
-    peak_bytes: int
-    seconds: float
-    segments: tuple[Segment, ...]
+_MOST_PLACES = 200
 
 
 class ChainSolver:
@@ -74,22 +57,22 @@ class ChainSolver:
         feasible = np.flatnonzero(np.isfinite(extra))
         lower = extra[feasible[1:]] < extra[feasible[:-1]]
         self._steps = feasible[np.concatenate([[True], lower])]
-        self._points: dict[int, Point] = {}
+        self._points: dict[int, flat.Point] = {}
 
-    def _point(self, step: int) -> Point:
+    def _point(self, step: int) -> flat.Point:
         """The plan at a step of the table, which falls at each."""
         if step not in self._points:
             blocks = self._table.plan(int(self._steps[step]))
             segments = _segments(blocks, self._starts)
-            self._points[step] = evaluate(self._network, segments)
+            self._points[step] = flat.evaluate(self._network, segments)
         return self._points[step]
 
     @property
-    def smallest(self) -> Point:
+    def smallest(self) -> flat.Point:
         """The plan with the smallest peak."""
         return self._point(0)
 
-    def within(self, budget_bytes: int) -> Point:
+    def within(self, budget_bytes: int) -> flat.Point:
         """The fastest plan whose peak is within a budget.
 
         Raises:
@@ -106,7 +89,7 @@ class ChainSolver:
                 high = middle
         return self._point(low)
 
-    def frontier(self, num_points: int = 30) -> list[Point]:
+    def frontier(self, num_points: int = 30) -> list[flat.Point]:
         """Plans with rising peaks and falling times.
 
         Args:
@@ -135,23 +118,22 @@ def solve(network: Network, budget_bytes: int) -> tuple[Segment, ...]:
     Raises:
         InfeasibleBudget: If no plan fits.
     """
-    everything = evaluate(network, ())
+    everything = flat.evaluate(network, ())
     if everything.peak_bytes <= budget_bytes:
         return ()
     return ChainSolver(network).within(budget_bytes).segments
 
 
-def evaluate(network: Network, segments: tuple[Segment, ...]) -> Point:
-    """Simulates a plan."""
-    result = simulate(network.graph, network.schedule(segments))
-    return Point(result.peak_bytes, result.seconds, segments)
-
-
 def _places(network: Network) -> list[int]:
-    """Where blocks begin: at the narrowest places if there are too many."""
-    count = len(network.stages)
-    inner = {p for line in network.lines for p in line} or range(count)
-    return [p for p in sorted(inner) if 0 < p < count]
+    """Where blocks begin: if there are too many, at the narrowest.
+
+    Of neighbouring places the one that the fewest bytes cross is taken. One
+    that a longer step leaves out is still run as part of its block.
+    """
+    places = flat.places(network)
+    crossing = flat.crossing_bytes(network)
+    groups = np.array_split(places, min(len(places), _MOST_PLACES))
+    return [int(min(group, key=lambda p: crossing[p])) for group in groups]
 
 
 def _allowed(network: Network, starts: list[int]) -> np.ndarray:
