@@ -1,0 +1,293 @@
+"""Planned rematerialization beside what else there is for Keras.
+
+    python benchmarks/remat.py --output benchmarks/remat.md
+
+A row is a training in a process of its own. Two processes are alive at a
+time, plain Keras and the one that is measured, and take steps in turns: the
+time is the median of the ratios, so that other work on the machine slows both
+down. kmem's budgets are what Keras holds before a step, and a share of what
+its step needs above that: activations, gradients and workspace.
+"""
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+MODEL_NAMES = (
+    "ResNet50",
+    "DenseNet121",
+    "U-Net",
+    "transformer",
+    "EfficientNetV2B0",
+)
+KERAS = "Keras"
+SCOPE = 'Keras, RematScope("full")'
+BY_HAND = "tf.recompute_grad by hand"
+SHARES = (0.75, 0.5, 0.33)
+NUM_LOSS_STEPS = 5
+
+
+def train(name, mode, way, plan=None):
+    """Trains until standard input ends; answers with each step's numbers."""
+    import keras
+    import remat_by_hand
+
+    import kmem
+
+    class Steps(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.tracked = kmem.memory.track("CPU")
+            self.usage = self.tracked.__enter__()
+            self.start = time.perf_counter()
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seconds = time.perf_counter() - self.start
+            self.tracked.__exit__(None, None, None)
+
+        def on_epoch_end(self, epoch, logs=None):
+            answer(
+                seconds=self.seconds,
+                held_bytes=self.usage.start_bytes,
+                peak_bytes=self.usage.peak_bytes,
+                loss=logs["loss"],
+            )
+            if not sys.stdin.readline():
+                self.model.stop_training = True
+
+    is_scoped = way == SCOPE
+    with keras.RematScope("full") if is_scoped else contextlib.nullcontext():
+        model, x, y = compiled(name, mode)
+    if way == BY_HAND:
+        plain, model = model, remat_by_hand.ByHand(model)
+        model.compile(plain.optimizer, plain.loss, jit_compile=mode == "xla")
+    options = {"remat": plan} if plan else {}
+    if options:
+        model = kmem.wrap(model)
+    model.fit(
+        x,
+        y,
+        batch_size=len(x),
+        epochs=10**9,
+        verbose=0,
+        callbacks=[Steps()],
+        **options,
+    )
+
+
+def plan(name, mode, folder, *budgets):
+    """Saves a plan for each budget; answers with what they predict."""
+    import kmem
+
+    model, x, y = compiled(name, mode)
+    results = []
+    for number, text in enumerate(budgets):
+        budget = text if text == "auto" else int(text)
+        path = pathlib.Path(folder) / f"{number}.json"
+        try:
+            made = kmem.plan(model, (x, y), budget=budget)
+        except ValueError as error:
+            results.append({"error": first_words(error)})
+            continue
+        made.save(path)
+        results.append(
+            {
+                "path": str(path),
+                "peak_bytes": made.predicted_peak_bytes,
+                "slowdown": made.slowdown,
+            }
+        )
+    answer(plans=results)
+
+
+def compiled(name, mode):
+    """A model, as all of them are trained here, and its batch."""
+    import keras
+    from remat_models import MODELS
+
+    keras.utils.set_random_seed(0)
+    model, x, y = MODELS[name]()
+    model.compile(
+        # Slow, so that rounding does not grow into another training.
+        keras.optimizers.SGD(1e-3, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=mode == "xla",
+    )
+    return model, x, y
+
+
+def answer(**result):
+    print(json.dumps(result), flush=True)
+
+
+def first_words(error):
+    """The first line of an error that tells something."""
+    lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
+    told = (x for x in lines if x and not x.startswith("Exception encoun"))
+    words = f"{type(error).__name__}: {next(told, '')}".replace("|", "/")
+    return words if len(words) <= 100 else words[:97] + "..."
+
+
+class Process:
+    """This script in a process of its own, which answers when it is asked.
+
+    It begins without being asked. Once it ends, the answer is an error.
+    """
+
+    def __init__(self, function, *arguments):
+        self.answers = []
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--run", function.__name__, *arguments],
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        # Which it notices after the step that it may be in.
+        self._process.communicate()
+
+    def ask(self):
+        if self.answers:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            line = json.dumps({"error": f"ended with status {status}"})
+        self.answers.append(json.loads(line))
+        return self.answers[-1]
+
+
+def rows(name, mode, num_steps):
+    """Gives the lines of the table for a model in a mode."""
+    with Process(train, name, mode, KERAS) as keras:
+        for _ in range(num_steps + 1):
+            keras.ask()
+        yield row(name, mode, KERAS, keras.answers, keras.answers)
+        for way in (SCOPE, BY_HAND):
+            yield beside(keras, name, mode, way, num_steps)
+        held = keras.answers[-1]["held_bytes"]
+        above = max(a["peak_bytes"] for a in keras.answers[1:]) - held
+        budgets = [str(int(held + share * above)) for share in SHARES]
+        with tempfile.TemporaryDirectory() as folder:
+            with Process(plan, name, mode, folder, *budgets, "auto") as planner:
+                answers = planner.ask()
+            count = len(budgets) + 1
+            plans = answers.get("plans", [answers] * count)
+            for made, share in zip(plans, (*SHARES, "auto"), strict=True):
+                way = f"kmem, {share}"
+                yield beside(keras, name, mode, way, num_steps, made)
+
+
+def beside(keras, name, mode, way, num_steps, made=None):
+    """The line of a training that takes turns with plain Keras."""
+    if made and "error" in made:
+        return row(name, mode, way, [made], [])
+    arguments = [made["path"]] if made else []
+    with Process(train, name, mode, way, *arguments) as process:
+        # The first step is tracing, for the most part.
+        result, turns = process.ask(), []
+        while "error" not in result and len(turns) < num_steps:
+            result = process.ask()
+            turns.append(keras.ask())
+    return row(name, mode, way, process.answers, [None, *turns], made)
+
+
+def row(name, mode, way, answers, keras, made=None):
+    head = f"| {name} | {mode} | {way} |"
+    if "error" in answers[-1]:
+        return f"{head} {answers[-1]['error']} | | | | |"
+
+    peak = max(a["peak_bytes"] for a in answers[1:]) / 1e6
+    pairs = zip(answers[1:], keras[1:], strict=True)
+    time = statistics.median(a["seconds"] / k["seconds"] for a, k in pairs)
+    predicted_peak = predicted_time = "-"
+    if made:
+        predicted_peak = f"{made['peak_bytes'] / 1e6:.1f}"
+        predicted_time = f"{made['slowdown']:.2f}"
+    loss = answers[NUM_LOSS_STEPS]["loss"]
+    return (
+        f"{head} {peak:.1f} | {predicted_peak} | {time:.2f} | "
+        f"{predicted_time} | {loss:.5f} |"
+    )
+
+
+def header(num_steps):
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("kmem", "tensorflow", "keras")
+    )
+    return (
+        "# Planned rematerialization beside what else there is\n\n"
+        f"{datetime.date.today()}; {platform.machine()}, {os.cpu_count()} "
+        f"cores, no GPU; {versions}; Python {platform.python_version()}. Made "
+        "by `benchmarks/remat.py`.\n\n"
+        "SGD with momentum, on one batch. Peak: the most that is in memory "
+        f"during a step, in {num_steps} steps after the first: parameters, "
+        "optimizer, batch, activations, gradients and workspace. Time: a "
+        "step's, relative to that of plain Keras, whose process takes a step "
+        "after each one; the median, on a machine that does other work "
+        "meanwhile. Loss: after "
+        f"{NUM_LOSS_STEPS} steps. kmem's budgets are what is in memory before "
+        "a step and a share of what Keras's step needs above that.\n\n"
+        "| model | mode | way | peak, MB | predicted | time | predicted | "
+        "loss |\n"
+        "|---|---|---|---|---|---|---|---|\n"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODEL_NAMES), choices=MODEL_NAMES
+    )
+    parser.add_argument(
+        "--modes", nargs="+", default=["graph", "xla"], choices=["graph", "xla"]
+    )
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        help="a file for the table; one that exists is added to",
+    )
+    parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        function, *rest = arguments.run
+        try:
+            {"train": train, "plan": plan}[function](*rest)
+        except Exception as error:
+            answer(error=first_words(error))
+        return
+
+    def write(text):
+        print(text, end="", flush=True)
+        if arguments.output:
+            with arguments.output.open("a", encoding="utf-8") as file:
+                file.write(text)
+
+    if not (arguments.output and arguments.output.exists()):
+        write(header(arguments.steps))
+    for name in arguments.models:
+        for mode in arguments.modes:
+            for line in rows(name, mode, arguments.steps):
+                write(f"{line}\n")
+
+
+if __name__ == "__main__":
+    main()
