@@ -1,0 +1,241 @@
+"""A segment keeps its arguments, at the price of one more forward pass.
+
+Sizes are counted in outputs of one layer: plain training keeps one a layer.
+"""
+
+import gc
+import re
+
+import keras
+import pytest
+import tensorflow as tf
+
+import kmem
+from kmem import remat
+
+TRAIN = """
+    import keras
+    import tensorflow as tf
+
+    import kmem
+    from kmem import remat
+
+    tf.config.threading.set_inter_op_parallelism_threads({threads})
+    block = [keras.layers.Dense(128, activation="relu") for _ in range(24)]
+
+    def segment(start, stop, inner=0):
+        def run(x):
+            if inner:
+                for position in range(start, stop, inner):
+                    x = segment(position, position + inner)(x)
+                return x
+            for layer in block[start:stop]:
+                x = layer(x)
+            return x
+        return remat.recompute(run) if stop - start < 24 else run
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.block = block
+
+        def call(self, x):
+            return segment(0, 24, {outer})(x) if not {inner} else whole(x)
+
+    def whole(x):
+        for position in range(0, 24, {outer}):
+            x = segment(position, position + {outer}, {inner})(x)
+        return x
+
+    rows = 16384
+    batch = tf.random.normal((rows, 128)), tf.random.normal((rows, 128))
+    model = Model()
+    model(batch[0][:2])
+    model.compile("sgd", "mse", jit_compile={xla}, run_eagerly={eager})
+
+    class Peak(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.before = kmem.memory.current("CPU")
+            kmem.memory.reset_peak("CPU")
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.peak = kmem.memory.peak("CPU") - self.before
+            print(self.peak / (rows * 128 * 4))
+
+    data = tf.data.Dataset.from_tensors(batch).repeat(3)
+    model.fit(data, verbose=0, callbacks=[Peak()])
+"""
+
+
+def peaks(python, mode="graph", threads=2, outer=0, inner=0):
+    """The peaks of three steps, in outputs of one of 24 layers."""
+    code, output, errors = python.run(
+        TRAIN.format(
+            threads=threads,
+            xla=mode == "xla",
+            eager=mode == "eager",
+            outer=outer,
+            inner=inner,
+        )
+    )
+    assert code == 0, errors
+    return [float(line) for line in output.splitlines()[-3:]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
+def test_plain_training_keeps_every_output(native_library, python, mode):
+    assert min(peaks(python, mode)) >= (48 if mode == "xla" else 26)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("cut", [(6, 0, 12.1), (8, 2, 10.1)], ids=str)
+def test_a_graph_keeps_few_outputs_whatever_the_threads(
+    native_library, python, threads, cut
+):
+    outer, inner, most = cut
+
+    assert max(peaks(python, "graph", threads, outer, inner)) <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("eager", 6, 0, 13.1),
+        ("eager", 8, 2, 12.1),
+        ("xla", 6, 0, 15.1),
+        ("xla", 8, 2, 10.1),
+    ],
+    ids=str,
+)
+def test_eager_mode_and_xla_keep_few_outputs(native_library, python, case):
+    mode, outer, inner, most = case
+
+    assert max(peaks(python, mode, 2, outer, inner)) <= most
+
+
+ROWS, WIDTH = 4096, 64
+OUTPUT_BYTES = ROWS * WIDTH * 4
+
+
+def dense_layers(count, **arguments):
+    block = [keras.layers.Dense(WIDTH, **arguments) for _ in range(count)]
+    for layer in block:
+        layer.build((None, WIDTH))
+    return block
+
+
+def segments(block, size, wrap=remat.recompute):
+    def part(layers):
+        def run(x):
+            for layer in layers:
+                x = layer(x)
+            return x
+
+        return wrap(run)
+
+    starts = range(0, len(block), size)
+    return [part(block[start : start + size]) for start in starts]
+
+
+def step_of(block, size, wrap=remat.recompute):
+    weights = [weight.value for layer in block for weight in layer.weights]
+    parts = segments(block, size, wrap)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            for part in parts:
+                x = part(x)
+            loss = tf.reduce_sum(x * x)
+        return tape.gradient(loss, weights)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "mode, most, plain", [("graph", 7, 12), ("eager", 10, 12), ("xla", 9, 20)]
+)
+def test_the_peak_falls(native_library, mode, most, plain):
+    def peak(wrap):
+        step = step_of(dense_layers(12, activation="relu"), 3, wrap)
+        if mode != "eager":
+            step = tf.function(step, jit_compile=mode == "xla")
+        step(x)
+        with kmem.memory.track("CPU") as usage:
+            step(x)
+        return (usage.peak_bytes - usage.start_bytes) / OUTPUT_BYTES
+
+    x = tf.random.normal((ROWS, WIDTH))
+
+    assert peak(remat.recompute) <= most + 0.5
+    assert peak(lambda fn: fn) >= plain
+
+
+def test_eager_mode_keeps_the_arguments_and_nothing_else(native_library):
+    parts = segments(dense_layers(12, activation="relu"), 3)
+    x = tf.random.normal((ROWS, WIDTH))
+    gc.collect()
+    before = kmem.memory.current("CPU")
+    with tf.GradientTape() as tape:
+        y = x
+        for part in parts:
+            # What is negated is not read again, and not the next argument.
+            y = -part(y)
+        loss = tf.reduce_sum(y)
+        del y
+        gc.collect()
+        kept = kmem.memory.current("CPU") - before
+
+        assert kept // OUTPUT_BYTES == len(parts)
+        del loss, tape
+    gc.collect()
+
+    assert kmem.memory.current("CPU") == before
+
+
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+def test_compiling_and_the_first_step_take_no_more(native_library, mode):
+    x = tf.random.normal((ROWS, WIDTH))
+    step = step_of(dense_layers(12, activation="relu"), 1)
+    step = tf.function(step, jit_compile=mode == "xla")
+    peaks = []
+    for _ in range(2):
+        with kmem.memory.track("CPU") as usage:
+            step(x)
+        peaks.append(usage.peak_bytes - usage.start_bytes)
+
+    assert peaks[0] <= peaks[1] + 2 * OUTPUT_BYTES
+
+
+def num_products(step, mode):
+    """How many matrix products run for what a step returns."""
+    spec = tf.TensorSpec((ROWS, WIDTH))
+    if mode == "xla":
+        step = tf.function(step, jit_compile=True)
+        ir = step.experimental_get_compiler_ir(spec)
+        return len(re.findall(r" dot\(|__onednn", ir(stage="optimized_hlo")))
+    graph = tf.function(step).get_concrete_function(spec).graph
+    waiting = [tensor.op for tensor in graph.outputs]
+    needed = set()
+    while waiting:
+        op = waiting.pop()
+        if op not in needed:
+            needed.add(op)
+            waiting += [tensor.op for tensor in op.inputs] + op.control_inputs
+    return sum(op.type == "MatMul" for op in needed)
+
+
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+def test_the_price_is_what_the_gradient_reads(mode):
+    def products(wrap, **arguments):
+        return num_products(
+            step_of(dense_layers(6, **arguments), 3, wrap), mode
+        )
+
+    # Forward, weight gradients, and input gradients of all but the first.
+    assert products(lambda fn: fn) == 6 + 6 + 5
+    # The gradient of a ReLU reads its output, that of a last layer does not.
+    assert products(remat.recompute, activation="relu") == 17 + 6
+    assert products(remat.recompute) == 17 + 4
