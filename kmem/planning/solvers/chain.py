@@ -9,6 +9,8 @@ and plans are optimal. Not done: offloading, and schedules that are not nested
 segments (see the solver for graphs).
 """
 
+import bisect
+
 import numpy as np
 
 from kmem.planning.errors import InfeasibleBudget
@@ -80,14 +82,23 @@ class ChainSolver:
         """
         if self.smallest.peak_bytes > budget_bytes:
             raise InfeasibleBudget(budget_bytes, self.smallest.peak_bytes)
-        low, high = 0, len(self._steps)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._point(middle).peak_bytes <= budget_bytes:
-                low = middle
-            else:
-                high = middle
-        return self._point(low)
+        steps = range(1, len(self._steps))
+        step = bisect.bisect_right(
+            steps, budget_bytes, key=lambda s: self._point(s).peak_bytes
+        )
+        return self._point(step)
+
+    def smallest_within(self, seconds: float) -> flat.Point:
+        """The plan with the smallest peak that takes at most this time.
+
+        Args:
+            seconds: The time, at least that of the network.
+        """
+        steps = range(len(self._steps) - 1)
+        step = bisect.bisect_left(
+            steps, -seconds, key=lambda s: -self._point(s).seconds
+        )
+        return self._point(step)
 
     def frontier(self, num_points: int = 30) -> list[flat.Point]:
         """Plans with rising peaks and falling times.

@@ -1,0 +1,117 @@
+"""Small networks for the tests of planners, and every plan of each."""
+
+import functools
+
+from kmem.planning.network import Network
+from kmem.planning.network import Segment
+from kmem.planning.network import Stage
+from kmem.planning.simulate import simulate
+
+
+def chain(values, saved, forward, backward=None) -> Network:
+    """A chain as rotor has it.
+
+    Stage `i` makes a value of `values[i + 1]` bytes, keeps `saved[i]` with it
+    and reads both and its input in its backward pass.
+    """
+    backward = backward or forward
+    return Network(
+        stages=tuple(
+            Stage(
+                name=f"stage {i}",
+                inputs=(i,),
+                outputs=(i + 1,),
+                kept=(i, i + 1),
+                gradients=(i,),
+                residual_bytes=saved[i] - values[i + 1],
+                forward_seconds=forward[i],
+                backward_seconds=backward[i],
+            )
+            for i in range(len(forward))
+        ),
+        value_bytes=tuple(values),
+        inputs=frozenset({0}),
+    )
+
+
+def random_chain(random, num_stages) -> Network:
+    """A chain with everything that `chain` leaves out."""
+    return Network(
+        stages=tuple(
+            _random_stage(random, i, (i,), (i + 1,), (i,))
+            for i in range(num_stages)
+        ),
+        value_bytes=tuple(random.randint(1, 9) for _ in range(num_stages + 1)),
+        inputs=frozenset({0}),
+    )
+
+
+def random_network(random, num_stages) -> Network:
+    """A chain with skips, in which half of the stages read their input."""
+    sizes, stages, made = [5], [], [0]
+    for index in range(num_stages):
+        inputs = (made[-1],)
+        if random.random() < 0.4:
+            inputs = tuple(dict.fromkeys((*inputs, random.choice(made))))
+        sizes.append(random.randint(1, 9))
+        made.append(len(sizes) - 1)
+        kept = inputs if random.random() < 0.5 else ()
+        stages.append(_random_stage(random, index, inputs, (made[-1],), kept))
+    return Network(tuple(stages), tuple(sizes), frozenset({0}))
+
+
+def _random_stage(random, index, inputs, outputs, kept) -> Stage:
+    return Stage(
+        name=f"stage {index}",
+        inputs=inputs,
+        outputs=outputs,
+        kept=kept + (outputs if random.random() < 0.5 or not kept else ()),
+        gradients=inputs,
+        residual_bytes=random.choice([0, random.randint(1, 9)]),
+        gradient_bytes=random.choice([0, random.randint(1, 5)]),
+        forward_seconds=random.randint(1, 9),
+        backward_seconds=random.randint(1, 9),
+        forward_workspace_bytes=random.choice([0, random.randint(1, 9)]),
+        backward_workspace_bytes=random.choice([0, random.randint(1, 9)]),
+        recomputable=random.random() < 0.95,
+    )
+
+
+def cost(network, segments) -> tuple[int, float]:
+    """The simulated peak and time of a plan."""
+    result = simulate(network.graph, network.schedule(segments))
+    return result.peak_bytes, result.seconds
+
+
+def best_of_all(network) -> list[tuple[int, float]]:
+    """Peaks, rising, and the times of the fastest of all plans within each."""
+    costs = sorted(
+        cost(network, segments)
+        for segments in _plans(0, len(network.stages))
+        if is_allowed(network, segments)
+    )
+    best: list[tuple[int, float]] = []
+    for peak_bytes, seconds in costs:
+        if not best or seconds < best[-1][1]:
+            best.append((peak_bytes, seconds))
+    return best
+
+
+def is_allowed(network, segments) -> bool:
+    return all(
+        network.allows(s.start, s.stop) and is_allowed(network, s.inner)
+        for s in segments
+    )
+
+
+@functools.cache
+def _plans(start, stop, whole=True) -> tuple[tuple[Segment, ...], ...]:
+    """All tuples of nested segments; `whole` if one may be all of it."""
+    if start == stop:
+        return ((),)
+    plans = list(_plans(start + 1, stop))
+    for middle in range(start + 1, stop + whole):
+        for inner in _plans(start, middle, False):
+            segment = Segment(start, middle, inner)
+            plans += [(segment, *rest) for rest in _plans(middle, stop)]
+    return tuple(plans)
