@@ -1,0 +1,275 @@
+"""The least time in a budget, on any graph.
+
+Greedy schedules to begin from; then, in turn until the time is over, local
+search and exact answers for a part of the graph (large-neighbourhood search,
+with `intervals`). A graph small enough is solved as a whole, and the answer
+proved best among staged schedules. Without OR-tools (the extra `plan`) local
+search is all there is: it still finds a plan, and CP-SAT makes it better.
+
+Not done here: chains, for which a dynamic program is exact and quicker.
+"""
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable
+
+from kmem.planning.bounds import peak_lower_bound
+from kmem.planning.bounds import seconds_lower_bound
+from kmem.planning.errors import InfeasibleBudget
+from kmem.planning.graph import Graph
+from kmem.planning.simulate import simulate
+from kmem.planning.solvers import cpsat
+from kmem.planning.solvers.greedy import HEURISTICS
+from kmem.planning.solvers.greedy import run_within
+from kmem.planning.solvers.intervals import open_slots
+from kmem.planning.solvers.intervals import resolve
+from kmem.planning.solvers.local import LocalSearch
+from kmem.planning.solvers.neighbourhood import choose
+
+# As many slots as CP-SAT can be expected to settle as a whole.
+_WHOLE_SLOTS = 1200
+_TURN_SECONDS = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """A schedule within the budget.
+
+    Attributes:
+        schedule: Indexes of operations, in the order in which they run.
+        seconds: The time of the schedule.
+        peak_bytes: Its peak.
+        lower_bound_seconds: No schedule in the budget takes less.
+        is_optimal: Whether this is proved the best, of all schedules or of
+            those that `intervals` calls staged.
+    """
+
+    schedule: tuple[int, ...]
+    seconds: float
+    peak_bytes: int
+    lower_bound_seconds: float
+    is_optimal: bool
+
+    @property
+    def gap(self) -> float:
+        """How much of the time may be too much: 0.05 for 5%."""
+        if self.is_optimal or not self.seconds:
+            return 0.0
+        return 1 - self.lower_bound_seconds / self.seconds
+
+
+def solve(
+    graph: Graph,
+    budget_bytes: int,
+    seconds_limit: float = 60.0,
+    seed: int = 0,
+    progress: Callable[[float, float], None] | None = None,
+) -> Solution:
+    """Looks for the schedule that takes the least time within a budget.
+
+    Args:
+        graph: The operations and their tensors.
+        budget_bytes: The peak that the schedule may have.
+        seconds_limit: How long to search.
+        seed: For the search. Results still depend on the machine's speed.
+        progress: Called with the seconds that have passed and the seconds of
+            the best schedule, whenever there is a better one.
+
+    Returns:
+        A `Solution`.
+
+    Raises:
+        InfeasibleBudget: If no schedule was found within the budget.
+
+    Example:
+
+    ```python
+    from kmem.planning.graph import Graph
+    from kmem.planning.graph import Operation
+    from kmem.planning.solvers.dag import solve
+
+    graph = Graph(
+        operations=(
+            Operation("a", (), (0,), seconds=1.0),
+            Operation("b", (0,), (1,), seconds=1.0),
+            Operation("c", (1,), (2,), seconds=1.0),
+            Operation("d", (0, 2), (3,), seconds=1.0),
+        ),
+        tensor_bytes=(10, 20, 30, 5),
+    )
+    solve(graph, budget_bytes=50).schedule  # (0, 1, 2, 0, 3)
+    ```
+    """
+    search = _Search(graph, budget_bytes, seconds_limit, seed, progress)
+    search.begin()
+    if not search.is_optimal:
+        search.improve()
+    simulation = simulate(graph, tuple(search.best))
+    return Solution(
+        schedule=tuple(search.best),
+        seconds=simulation.seconds,
+        peak_bytes=simulation.peak_bytes,
+        lower_bound_seconds=min(search.bound, simulation.seconds),
+        is_optimal=search.is_optimal,
+    )
+
+
+class _Search:
+    """The best schedule so far, and the ways to a better one."""
+
+    def __init__(self, graph, budget_bytes, seconds_limit, seed, progress):
+        self.graph = graph
+        self.budget_bytes = budget_bytes
+        self.started = time.monotonic()
+        self.seconds_limit = seconds_limit
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.progress = progress
+        self.local = LocalSearch(graph, budget_bytes, seed)
+        self.bound = seconds_lower_bound(graph, budget_bytes)
+        self.best: list[int] = []
+        self.best_seconds = float("inf")
+        self.is_optimal = False
+
+    @property
+    def passed(self) -> float:
+        return time.monotonic() - self.started
+
+    def _accept(self, steps: list[int]) -> bool:
+        seconds = self.local.cost(steps)
+        # Sums in another order differ in the last digits.
+        if seconds >= self.best_seconds * (1 - 1e-12):
+            return False
+        self.best, self.best_seconds = steps, seconds
+        if seconds <= self.bound * (1 + 1e-12):
+            self.is_optimal = True
+        if self.progress:
+            self.progress(self.passed, seconds)
+        return True
+
+    def begin(self) -> None:
+        """Finds a schedule within the budget by any means."""
+        program = list(self.graph.program)
+        if self.local.peak(program) <= self.local.budget_bytes:
+            self._accept(program)
+            self.is_optimal = True
+            return
+        if peak_lower_bound(self.graph) <= self.budget_bytes:
+            self._construct(program)
+        if not self.best:
+            self._descend(program)
+
+    def _construct(self, program: list[int]) -> None:
+        """The best of what the heuristics find in a third of the time."""
+        give_up = 4 * self.graph.seconds
+        for heuristic in HEURISTICS.values():
+            found = run_within(self.graph, self.budget_bytes, heuristic)
+            if found is not None:
+                self._accept(self.local.tighten(list(found)))
+            if self.passed > self.seconds_limit / 3:
+                break
+        for noise in (0.0, 0.3, 0.3):
+            if self.best and self.passed > self.seconds_limit / 3:
+                break
+            repaired = self.local.repair(program, give_up, noise)
+            if repaired is not None:
+                self._accept(self.local.tighten(repaired))
+
+    def _descend(self, steps: list[int]) -> None:
+        """Lowers the peak little by little, to the budget or as far as it
+        goes."""
+        wanted = self.local.budget_bytes
+        peak = self.local.peak(steps)
+        step, give_up = 0.1, 20 * self.graph.seconds
+        feasible = peak_lower_bound(self.graph) <= self.budget_bytes
+        floor = max(wanted, peak_lower_bound(self.graph) - self._constant)
+        share = self.seconds_limit / (2 if feasible else 10)
+        while peak > wanted and step > 0.002 and self.passed < share:
+            target = max(floor, int(peak * (1 - step)))
+            if target >= peak:
+                break
+            self.local.budget_bytes = target
+            for noise in (0.0, 0.3, 0.5):
+                found = self.local.repair(steps, give_up, noise)
+                if found is not None:
+                    steps = self.local.tighten(found)
+                    peak = self.local.peak(steps)
+                    break
+            else:
+                step /= 2
+        self.local.budget_bytes = wanted
+        if peak > wanted:
+            raise InfeasibleBudget(
+                self.budget_bytes,
+                peak + self._constant,
+                peak_lower_bound(self.graph),
+            )
+        self._accept(self.local.tighten(steps))
+
+    @property
+    def _constant(self) -> int:
+        return self.graph.constant_bytes
+
+    def improve(self) -> None:
+        if not cpsat.is_available():
+            self._anneal(self.seconds_limit)
+            return
+        with cpsat.CpSat(self.seed) as solver:
+            self._solve_whole(solver)
+            while not self.is_optimal and self.passed < self.seconds_limit:
+                self._anneal(
+                    min(self.passed + _TURN_SECONDS, self.seconds_limit)
+                )
+                until = min(self.passed + _TURN_SECONDS, self.seconds_limit)
+                while not self.is_optimal and self.passed < until:
+                    self._resolve_part(solver)
+
+    def _solve_whole(self, solver: cpsat.CpSat) -> None:
+        """Opens all slots, if they are few."""
+        graph = self.graph
+        free = {i for i in graph.program if graph.operations[i].recomputable}
+        stages = set(range(len(graph.operations) + 1))
+        if len(free) * len(stages) > 50 * _WHOLE_SLOTS:
+            return
+        slots = open_slots(graph, tuple(self.best), free, stages)
+        if sum(slot.free for slot in slots) > _WHOLE_SLOTS:
+            return
+        left = self.seconds_limit - self.passed
+        answer = resolve(graph, slots, self.budget_bytes, solver, left / 2)
+        if answer.schedule is not None:
+            self._accept(list(answer.schedule))
+        self.is_optimal = self.is_optimal or answer.is_optimal
+
+    def _resolve_part(self, solver: cpsat.CpSat) -> None:
+        """Solves a neighbourhood of the best schedule exactly."""
+        operations, stages = choose(self.local, self.best, self.random)
+        slots = open_slots(self.graph, tuple(self.best), operations, stages)
+        left = self.seconds_limit - self.passed
+        answer = resolve(
+            self.graph,
+            slots,
+            self.budget_bytes,
+            solver,
+            max(0.1, min(left, _TURN_SECONDS)),
+        )
+        if answer.schedule is not None:
+            steps = self.local.tighten(list(answer.schedule))
+            if self.local.peak(steps) <= self.local.budget_bytes:
+                self._accept(steps)
+
+    def _anneal(self, until: float) -> None:
+        """Ruins and repairs; a little worse is good enough at first."""
+        current, seconds = self.best, self.best_seconds
+        begin = self.passed
+        while not self.is_optimal and self.passed < until:
+            left = (until - self.passed) / (until - begin)
+            slack = 0.05 * left * (self.best_seconds - self.graph.seconds)
+            found = self.local.repair(
+                self.local.ruin(current), seconds + slack, noise=0.4
+            )
+            if found is None:
+                continue
+            current = self.local.tighten(found)
+            seconds = self.local.cost(current)
+            self._accept(current)
