@@ -65,8 +65,7 @@ def activity_regularizer():
 def masked_rnn():
     return [
         layers.Embedding(10, 8, mask_zero=True),
-        layers.LSTM(8, return_sequences=True, recurrent_dropout=0.2),
-        layers.GRU(8, dropout=0.2),
+        layers.LSTM(8, dropout=0.2, recurrent_dropout=0.2),
     ]
 
 
@@ -75,7 +74,7 @@ def embedding():
 
 
 def attention():
-    return [Attention(), Attention()]
+    return [Attention()]
 
 
 def spectral_normalization():

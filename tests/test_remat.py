@@ -586,6 +586,7 @@ MIRRORED = """
 """
 
 
+@pytest.mark.slow
 def test_replicas_train_as_without(python):
     code, output, errors = python.run(MIRRORED)
 
