@@ -50,16 +50,25 @@ class GradientStep:
         num_parts: The number of parts.
         by_group: Whether to tell apart the gradients of loss terms with
             different denominators. Whoever adds up batches needs it.
+        ordered: Whether to keep the backward pass from running ahead, which
+            is done anyway if there are several parts.
     """
 
     def __init__(
-        self, model, train_step, optimizer, num_parts: int, by_group: bool
+        self,
+        model,
+        train_step,
+        optimizer,
+        num_parts: int,
+        by_group: bool,
+        ordered: bool,
     ):
         self._model = model
         self._train_step = train_step
         self._optimizer = optimizer
         self._num_parts = num_parts
         self._by_group = by_group
+        self._ordered = ordered or num_parts > 1
         self._loss: Any = None  # A `_Loss`, once it was looked at.
         self._part: Any = None  # The `_Part` that was run, or traced, last.
 
@@ -134,7 +143,7 @@ class GradientStep:
             capture.capturing(self._model, self._optimizer) as update,
         ):
             logs = self._train_step(data)
-        if split and not tf.executing_eagerly():
+        if self._ordered and not tf.executing_eagerly():
             ordering.hold_back(update.gradients or [])
         return _Part([update, *updates], logs, results, share, split)
 

@@ -144,7 +144,8 @@ class Remat:
             the smallest predicted peak whose predicted slowdown is at most
             1.3x.
         solver: `"optimal"`, `"sqrt"` or `Genetic(...)`.
-        plan: The path of a saved plan (`.json`), instead of a budget.
+        plan: A `kmem.Plan`, or the path of a saved one (`.json`), instead of
+            a budget.
 
     Raises:
         ValueError: If a field is not of this form.
@@ -152,13 +153,22 @@ class Remat:
 
     budget: int | float | str = "auto"
     solver: str | Genetic = "optimal"
-    plan: str | None = None
+    plan: Any = None
 
     def __post_init__(self):
         if self.budget != "auto":
             _set(self, budget=_budget(self.budget, "remat"))
         if not isinstance(self.solver, Genetic):
             _one_of(self.solver, "solver", ("optimal", "sqrt"))
+        if not (
+            self.plan is None
+            or isinstance(self.plan, str | os.PathLike)
+            or hasattr(self.plan, "segments")
+        ):
+            raise ValueError(
+                "`plan` must be a `kmem.Plan` or the path of one. "
+                f"Received: plan={self.plan!r}"
+            )
         if self.plan is not None and self.budget != "auto":
             raise ValueError(
                 "`remat` takes a plan or a budget, not both. Received: "
@@ -254,7 +264,7 @@ class MemoryOptions:
         gradient_accumulation_steps: A positive integer or
             `GradientAccumulation`.
         mixed_precision: `"bfloat16"`, `"float16"` or `MixedPrecision`.
-        remat: `"auto"`, a size, a share, the path of a plan, or `Remat`.
+        remat: `"auto"`, a size, a share, a plan or its path, or `Remat`.
         dtr: `True`, a size, or `DTR`.
         sharding: `"full"`, `"gradients"`, `"optimizer"` or `Sharding`.
 
@@ -320,7 +330,10 @@ def split_options(arguments: dict[str, Any], known: set[str]) -> MemoryOptions:
 def _parse_remat(value):
     if isinstance(value, Remat):
         return value
-    if isinstance(value, str) and value.endswith(".json"):
+    is_path = isinstance(value, os.PathLike) or (
+        isinstance(value, str) and value.endswith(".json")
+    )
+    if is_path or hasattr(value, "segments"):
         return Remat(plan=value)
     return Remat(budget=value)
 

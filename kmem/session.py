@@ -8,21 +8,25 @@ the same options: TensorFlow never frees all of a trace.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kmem import batches
 from kmem import capture
 from kmem import precision
 from kmem.accumulation import Updater
+from kmem.keras_graph import applying
+from kmem.keras_graph import matching
+from kmem.keras_graph import profiling
+from kmem.keras_graph.recording import Frame
 from kmem.microbatch import BatchGradient
 from kmem.microbatch import GradientStep
 from kmem.options import MemoryOptions
 
-_TO_COME = ("memory_budget", "remat", "dtr", "sharding")
-_KERAS_BATCH_SIZE = 32  # What `fit` takes if it is not told.
+_TO_COME = ("memory_budget", "dtr", "sharding")
 _SESSIONS = "_kmem_sessions"
 _MAX_SESSIONS = 8
 
@@ -41,7 +45,7 @@ class Session:
     """
 
     def __init__(self, model: keras.Model, options: MemoryOptions):
-        _check(model, options)
+        check(model, options)
         self.model = model
         self.options = options
         self._mixed_precision = options.mixed_precision
@@ -50,11 +54,19 @@ class Session:
         self._plain_functions: dict[str, Any] = {}
         self._functions: dict[str, Any] = {}
         self._made: dict[str, Any] = {}
-        optimizer = model.optimizer
+        optimizer: Any = model.optimizer
         if self._mixed_precision is not None:
             optimizer = precision.loss_scaled(model, self._mixed_precision)
+        # A plan counts on the order that a captured gradient is given.
+        self._plan = options.remat.plan if options.remat else None
+        self._frame = planned_frame(model, options) if self._plan else None
+        is_default = (
+            getattr(model.train_step, "__func__", None)
+            is keras.Model.train_step
+        )
         self._captures = (
-            options.microbatches is not None
+            (self._plan is not None and is_default)
+            or options.microbatches is not None
             or options.gradient_accumulation_steps is not None
             or optimizer is not model.optimizer
         )
@@ -71,6 +83,7 @@ class Session:
             optimizer,
             num_parts=parts.count if parts else 1,
             by_group=self._num_batches > 1 or strategy.num_replicas_in_sync > 1,
+            ordered=self._plan is not None,
         )
 
     @classmethod
@@ -152,6 +165,22 @@ class Session:
         self._updater.stop()
         precision.remember_scale(self._optimizer)
 
+    @property
+    def state(self) -> list:
+        """The variables that a step may change."""
+        model, optimizer = self.model, self._optimizer
+        found = [*model.variables, *optimizer.variables]
+        for metric in model.metrics:
+            found += metric.variables
+        return found
+
+    def build(self) -> None:
+        """Makes the variables that the first step would make."""
+        optimizer = self._optimizer
+        if not optimizer.built:
+            with keras.name_scope(optimizer.name):
+                optimizer.build(self.model.trainable_variables)
+
     def end_group(self) -> None:
         """Applies the last, incomplete group of batches."""
         self._updater.flush()
@@ -177,7 +206,7 @@ class Session:
 
     def _run_train_step(self, data):
         data = keras.tree.map_structure(_as_tensor, data)
-        with self._precision():
+        with self._precision(), self._remat():
             if not self._captures:
                 return self._user_train_step(data)
             batch = self._gradient_step(data)
@@ -189,9 +218,12 @@ class Session:
             return self._user_test_step(data)
 
     def _precision(self):
-        if self._mixed_precision is None:
+        return option_precision(self.model, self.options)
+
+    def _remat(self):
+        if self._plan is None or self._frame is None:
             return contextlib.nullcontext()
-        return precision.applied(self.model, self._mixed_precision)
+        return applying.applied(self.model, self._frame, self._plan.segments)
 
 
 def _compiled_state(model) -> tuple:
@@ -208,6 +240,26 @@ def _compiled_state(model) -> tuple:
         model.steps_per_execution,
         model.train_step,
     )
+
+
+def planned_frame(model, options: MemoryOptions) -> Frame:
+    """Where the plan of `options` lies in the model.
+
+    Raises:
+        ValueError: If it is a plan for another model.
+    """
+    plan = options.remat.plan
+    with option_precision(model, options):
+        recording = profiling.record_batch(model, batches.from_json(plan.batch))
+    matching.check(plan.network, recording)
+    return recording.frame
+
+
+def option_precision(model, options: MemoryOptions):
+    """The context in which a model computes in what `options` say."""
+    if options.mixed_precision is None:
+        return contextlib.nullcontext()
+    return precision.applied(model, options.mixed_precision)
 
 
 def _compiled(gradient_step):
@@ -234,7 +286,8 @@ def _as_tensor(leaf):
     return tf.convert_to_tensor(leaf)
 
 
-def _check(model, options: MemoryOptions) -> None:
+def check(model, options: MemoryOptions) -> None:
+    """Checks whether the options can work with a model."""
     for name in _TO_COME:
         if getattr(options, name) is not None:
             raise NotImplementedError(
@@ -266,7 +319,9 @@ def _check(model, options: MemoryOptions) -> None:
                 )
 
 
-def check_batch(arguments: Mapping[str, Any], options: MemoryOptions) -> None:
+def check_batch(
+    arguments: MutableMapping[str, Any], options: MemoryOptions
+) -> None:
     """Checks what `fit` is given against the options, before it starts.
 
     Raises:
@@ -275,35 +330,10 @@ def check_batch(arguments: Mapping[str, Any], options: MemoryOptions) -> None:
     """
     if options.microbatches is None:
         return
-    rows = _batch_rows(arguments)
+    rows = batches.batch_rows(arguments)
     if rows is not None and rows < options.microbatches.count:
         raise ValueError(
             "`microbatches` must not be larger than the batch. Received: "
             f"microbatches={options.microbatches.count} for batches of "
             f"{rows} rows"
         )
-
-
-def _batch_rows(arguments: Mapping[str, Any]) -> int | None:
-    x = arguments.get("x")
-    if isinstance(x, tf.data.Dataset):
-        leaves = [
-            spec
-            for spec in tf.nest.flatten(x.element_spec)
-            if getattr(spec, "shape", None) is not None and spec.shape.rank
-        ]
-        return leaves[0].shape[0] if leaves else None
-    if isinstance(x, keras.utils.PyDataset):
-        return _num_rows(x[0])
-    num_rows = _num_rows(x)
-    if num_rows is None:
-        return None
-    share = 1 - (arguments.get("validation_split") or 0)
-    batch_size = arguments.get("batch_size") or _KERAS_BATCH_SIZE
-    return min(batch_size, int(num_rows * share))
-
-
-def _num_rows(arrays) -> int | None:
-    leaves = keras.tree.flatten(arrays)
-    leaves = [leaf for leaf in leaves if getattr(leaf, "shape", None)]
-    return leaves[0].shape[0] if leaves else None

@@ -6,10 +6,12 @@ import inspect
 
 import keras
 
+from kmem import planner
 from kmem.callbacks import EndOfGroup
 from kmem.options import MemoryOptions
 from kmem.options import split_options
 from kmem.session import Session
+from kmem.session import check
 from kmem.session import check_batch
 
 _SESSION = "_kmem_session"
@@ -178,8 +180,11 @@ def _fit(model, keras_fit, args, kwargs):
     given = collections.ChainMap(
         bound.arguments, bound.arguments.get("kwargs", {})
     )
-    session = Session.of(model, options)
+    check(model, options)
     check_batch(given, options)
+    if options.remat is not None:
+        options = planner.planned(model, options, given)
+    session = Session.of(model, options)
     place = given.maps[1] if "callbacks" in given.maps[1] else given.maps[0]
     place["callbacks"] = _with_callback(
         place.get("callbacks"), EndOfGroup(session)

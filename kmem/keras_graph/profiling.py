@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 from typing import Literal
 
 import keras
 import tensorflow as tf
 
+from kmem import batches
 from kmem.capture import all_layers
 from kmem.keras_graph import costs as call_costs
 from kmem.keras_graph.costs import Cost
@@ -119,9 +119,7 @@ def profile(
         raise ValueError(
             f'`costs` must be "measured" or "flops". Received: costs={costs!r}'
         )
-    recording = record_batch(model, batch)
-    measured = each_cost(recording, costs == "measured")
-    return assemble(recording, list(measured))
+    return measure(record_batch(model, batch), costs == "measured")
 
 
 def record_batch(model: keras.Model, batch: Any) -> Recording:
@@ -131,27 +129,42 @@ def record_batch(model: keras.Model, batch: Any) -> Recording:
             "The model must be built: call it, or `model.build()`, first. "
             f"Received: model={model.name}"
         )
-    return record(model, keras.tree.map_structure(_spec, batch))
+    specs = batches.specs_of(batch)
+    for spec in keras.tree.flatten(specs):
+        if spec is not None and not spec.shape.is_fully_defined():
+            raise ValueError(
+                "`batch` must have a fixed shape, the number of rows "
+                f"included. Received: batch with shape {spec.shape}"
+            )
+    return record(model, specs)
 
 
-def each_cost(recording: Recording, measured: bool) -> Iterator[Cost]:
-    """Gives each call's cost; equal calls are measured once."""
+def measure(recording: Recording, measured: bool, verbose: int = 0) -> Profile:
+    """Costs each call; equal calls are run once."""
     known: dict[str, Cost] = {}
+    found = []
+    progress = keras.utils.Progbar(
+        len(recording.calls), verbose=verbose, unit_name="operation"
+    )
     for call in recording.calls:
         if call.operation is None:
-            yield _cost_between(call)
-            continue
-        key = _signature(call)
-        if key not in known:
-            known[key] = call_costs.cost_of(call, measured)
-        yield known[key]
+            found.append(_cost_between(call))
+        else:
+            key = _signature(call)
+            if key not in known:
+                known[key] = call_costs.cost_of(call, measured)
+            found.append(known[key])
+        if verbose:
+            progress.add(1)
+    return _assemble(recording, found)
 
 
-def assemble(recording: Recording, costs: list[Cost]) -> Profile:
+def _assemble(recording: Recording, costs: list[Cost]) -> Profile:
     """Puts recording and costs together."""
     sizes = tuple(map(num_bytes, recording.tensors))
     # Values that depend on variables: only these have gradients.
     trained: set[int] = set()
+    predictions = set(recording.outputs)
     stages, operations = [], []
     for call, cost in zip(recording.calls, costs, strict=True):
         gradients = [i for i in cost.gradients if call.reads[i] in trained]
@@ -165,10 +178,11 @@ def assemble(recording: Recording, costs: list[Cost]) -> Profile:
         residual_bytes = cost.residual_bytes if backward else 0
         stage = Stage(
             name=call.name,
-            inputs=_distinct(call.reads),
+            inputs=distinct(call.reads),
             outputs=call.makes,
-            kept=_distinct(kept) if backward else (),
-            gradients=_distinct(call.reads[i] for i in own),
+            kept=distinct(kept) if backward else (),
+            gradients=(gradient_values := distinct(call.reads[i] for i in own)),
+            shares=tuple(call.uses.get(v, 1) for v in gradient_values),
             passed=_passed(call, cost, own),
             residual_bytes=residual_bytes,
             gradient_bytes=cost.gradient_bytes,
@@ -176,8 +190,11 @@ def assemble(recording: Recording, costs: list[Cost]) -> Profile:
             backward_seconds=cost.backward_seconds if backward else 0.0,
             forward_workspace_bytes=cost.forward_workspace_bytes,
             backward_workspace_bytes=cost.backward_workspace_bytes,
-            # The step itself computes the loss.
-            recomputable=call.name != "loss",
+            # The step itself computes the loss, and Keras looks at what
+            # made its predictions: a softmax is part of some losses.
+            recomputable=call is not recording.calls[-1]
+            and not call.effects
+            and not predictions.intersection(call.gives),
         )
         stages.append(stage)
         operations.append(
@@ -199,7 +216,10 @@ def assemble(recording: Recording, costs: list[Cost]) -> Profile:
         tuple(stages),
         sizes,
         inputs=frozenset(recording.inputs),
-        lines=tuple(recording.frame.lines()),
+        lines=tuple(
+            tuple(place for place in line if place not in recording.seams)
+            for line in recording.frame.lines()
+        ),
     )
     return Profile(tuple(operations), network)
 
@@ -210,7 +230,7 @@ def _passed(call: Call, cost: Cost, gradients: list[int]) -> tuple[int, ...]:
     if len(call.makes) != 1:
         return ()
     passed = [call.reads[i] for i in gradients if i in cost.passed]
-    return _distinct(v for v in passed if call.reads.count(v) == 1)
+    return distinct(v for v in passed if call.reads.count(v) == 1)
 
 
 def _cost_between(call: Call) -> Cost:
@@ -235,7 +255,7 @@ def _signature(call: Call) -> str:
     """Equal for calls that cost the same."""
     operation = call.operation
     leaves = [
-        str(_spec(leaf)) if tf.is_tensor(leaf) else repr(leaf)
+        _spec(leaf) if tf.is_tensor(leaf) else repr(leaf)
         for leaf in keras.tree.flatten(call.arguments)
     ]
     try:
@@ -247,18 +267,10 @@ def _signature(call: Call) -> str:
     return repr((type(operation).__name__, described, leaves))
 
 
-def _distinct(values) -> tuple[int, ...]:
+def distinct(values) -> tuple[int, ...]:
+    """Values in the order in which they first occur; constants left out."""
     return tuple(dict.fromkeys(v for v in values if v is not None))
 
 
-def _spec(leaf):
-    """The shape and dtype of one of a batch's leaves."""
-    if leaf is None:
-        return None
-    shape = tf.TensorShape(leaf.shape)
-    if not shape.is_fully_defined():
-        raise ValueError(
-            "`batch` must have a fixed shape, the number of rows included. "
-            f"Received: batch with shape {shape}"
-        )
-    return tf.TensorSpec(shape, tf.as_dtype(leaf.dtype))
+def _spec(leaf) -> str:
+    return f"{leaf.dtype.name}{leaf.shape}"

@@ -4,6 +4,8 @@ The model is traced, not run. A value is a piece of memory: a tensor that only
 shows another one differently (a reshape) is the same value.
 """
 
+import bisect
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -15,6 +17,7 @@ import tensorflow as tf
 
 from kmem import capture
 from kmem.keras_graph import opening
+from kmem.remat import purity
 
 # Their result is the memory of their first input.
 ALIASES = frozenset(
@@ -44,6 +47,10 @@ _KEEPS_NOTHING = ALIASES | {
     "Transpose",
     "Unpack",
 }
+# What TensorFlow joins into one sum, if nobody else uses what is between.
+_ADDITIONS = frozenset({"Add", "AddN", "AddV2"})
+# They use a tensor, and give it no gradient.
+_NO_GRADIENT = frozenset({"Rank", "Shape", "ShapeN", "Size", "ZerosLike"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +66,9 @@ class Call:
             a constant.
         gives: The value of each result.
         makes: Those values that did not exist before.
+        uses: `{value: number}`: how many of the operations within use it,
+            each of which gives it a gradient of its own.
+        effects: What it does that cannot be done twice.
         residual_bytes: What lies between calls keeps for its gradient.
     """
 
@@ -69,6 +79,8 @@ class Call:
     reads: tuple[int | None, ...]
     gives: tuple[int, ...]
     makes: tuple[int, ...]
+    uses: dict[int, int]
+    effects: tuple[str, ...]
     residual_bytes: int = 0
 
 
@@ -108,13 +120,19 @@ class Recording:
         calls: In the order in which they run.
         tensors: A tensor of each value.
         inputs: The values that the step is given.
+        outputs: The values that the loss is computed from.
         frame: The model's own call.
+        seams: Places between calls where no segment may begin or end: there
+            TensorFlow joins additions of both sides into one, which rounds
+            otherwise than two.
     """
 
     calls: list[Call] = dataclasses.field(default_factory=list)
     tensors: list[tf.Tensor] = dataclasses.field(default_factory=list)
     inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
     frame: Frame = dataclasses.field(default_factory=lambda: Frame(False))
+    seams: frozenset[int] = frozenset()
 
 
 def record(model: keras.Model, batch) -> Recording:
@@ -133,6 +151,7 @@ def record(model: keras.Model, batch) -> Recording:
         with capture.DiscardedState(), opening.opened(model, recorder):
             predictions = model(x, training=True)
             recorder.record_loss(model, predictions, *targets)
+        recorder.find_seams()
 
     tf.function(trace, autograph=False).get_concrete_function(batch)
     return recorder.recording
@@ -157,6 +176,8 @@ class _Recorder(opening.Visitor):
         self._values: dict[Any, int] = {}  # By reference of a root tensor.
         # The opened calls that are running; `None` within a call of a layer.
         self._frames: list[Frame | None] = []
+        # For each call the number of operations traced after it.
+        self._ends: list[int] = []
 
     def start(self, batch) -> None:
         self.recording.inputs = self._new_values(_tensors(batch))
@@ -169,6 +190,7 @@ class _Recorder(opening.Visitor):
                 y=y, y_pred=predictions, sample_weight=sample_weight
             )
 
+        self.recording.outputs = self._known(_tensors(predictions))
         self._call("loss", loss, loss, (predictions, y, sample_weight), {})
 
     def run_line(self, model, line, values, bind):
@@ -229,22 +251,69 @@ class _Recorder(opening.Visitor):
     def _call(self, name: str, operation, function: Callable, args, kwargs):
         arguments = _tensors((args, kwargs))
         self._record_between(name, arguments)
+        before = len(_graph().get_operations())
         self._frames.append(None)
         try:
             outputs = function(*args, **kwargs)
         finally:
             self._frames.pop()
         results = _tensors(outputs)
-        self._append(name, operation, (args, kwargs), arguments, results)
+        self._append(
+            name, operation, (args, kwargs), arguments, results, before
+        )
         return outputs
 
-    def _append(self, name, operation, arguments, read, results, kept=0):
+    def _append(
+        self, name, operation, arguments, read, results, before, kept=0
+    ):
+        operations = _graph().get_operations()
         reads = tuple(self._values.get(root(t).ref()) for t in read)
         makes = self._new_values(results)
         gives = tuple(self._values[root(t).ref()] for t in results)
+        uses: collections.Counter[int] = collections.Counter()
+        for each in operations[before:]:
+            if each.type not in ALIASES and each.type not in _NO_GRADIENT:
+                known = [self._values.get(root(t).ref()) for t in each.inputs]
+                uses.update(v for v in known if v in reads)
+        self._ends.append(len(operations))
         self.recording.calls.append(
-            Call(name, operation, arguments, results, reads, gives, makes, kept)
+            Call(
+                name,
+                operation,
+                arguments,
+                results,
+                reads,
+                gives,
+                makes,
+                dict(uses),
+                tuple(purity.effects(operations[before:])),
+                kept,
+            )
         )
+
+    def find_seams(self) -> None:
+        """Finds values between two additions, and the places they cross."""
+        users = collections.defaultdict(list)
+        for number, operation in enumerate(_graph().get_operations()):
+            if operation.type not in ALIASES:
+                for tensor in operation.inputs:
+                    users[root(tensor).ref()].append((number, operation.type))
+        seams: set[int] = set()
+        for call, made in enumerate(self.recording.calls):
+            for value in made.makes:
+                tensor = self.recording.tensors[value]
+                used = users[tensor.ref()]
+                if tensor.op.type not in _ADDITIONS or len(used) != 1:
+                    continue
+                number, kind = used[0]
+                if kind in _ADDITIONS:
+                    reader = bisect.bisect_right(self._ends, number)
+                    seams.update(range(call + 1, reader + 1))
+        self.recording.seams = frozenset(seams)
+
+    def _known(self, tensors) -> tuple[int, ...]:
+        found = [self._values.get(root(t).ref()) for t in tensors]
+        return tuple(v for v in found if v is not None)
 
     def _new_values(self, tensors) -> tuple[int, ...]:
         made = []
@@ -278,14 +347,19 @@ class _Recorder(opening.Visitor):
             ):
                 kept += num_bytes(tensor)
             waiting += tensor.op.inputs
+        before = self._ends[-1] if self._ends else 0
         self._append(
-            f"before {name}", None, ((), {}), read, tuple(unknown), kept
+            f"before {name}", None, ((), {}), read, tuple(unknown), before, kept
         )
 
 
 def _tensors(structure) -> tuple[tf.Tensor, ...]:
     leaves = keras.tree.flatten(structure)
     return tuple(leaf for leaf in leaves if tf.is_tensor(leaf))
+
+
+def _graph() -> tf.Graph:
+    return tf.compat.v1.get_default_graph()
 
 
 def _mean(predictions):

@@ -9,6 +9,9 @@ Beaumont et al. (2019) call memory-persistent.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+
+import numpy as np
 
 from kmem.planning.graph import Graph
 from kmem.planning.graph import Operation
@@ -25,6 +28,8 @@ class Stage:
             input (a reshape) is that input, and is not listed.
         kept: Those of its inputs and outputs that its backward pass reads.
         gradients: Those of its inputs that get a gradient.
+        shares: For each of them, of how many addends that gradient is the
+            sum: its stage may use the value more than once.
         passed: Those of them whose gradient is that of the only output, in
             the same memory, as an addition's inputs'.
         residual_bytes: What the backward pass reads besides `kept`.
@@ -42,6 +47,7 @@ class Stage:
     outputs: tuple[int, ...]
     kept: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
     passed: tuple[int, ...] = ()
     residual_bytes: int = 0
     gradient_bytes: int = 0
@@ -87,15 +93,51 @@ class Network:
 
     def allows(self, start: int, stop: int) -> bool:
         """Whether stages `start` to `stop - 1` may be a segment."""
-        if not all(s.recomputable for s in self.stages[start:stop]):
-            return False
-        if not self.lines:
-            return True
-        return any(start in line and stop in line for line in self._places)
+        return bool(self.allowed([start, stop])[0, 1])
+
+    def allowed(self, places: Sequence[int]) -> np.ndarray:
+        """Which pairs of places, in order, may be a segment's ends.
+
+        A segment hands back one gradient of a value that it reads, the sum of
+        those within it. If some are added before that, of stages after it,
+        the whole sum is rounded otherwise than without segments. Such pairs
+        are left out: the numbers are to be the same to the bit.
+        """
+        at = np.asarray(places)
+        fixed = np.cumsum([0] + [not s.recomputable for s in self.stages])[at]
+        pairs = np.triu(fixed[:, None] == fixed[None, :], 1)
+        if self.lines:
+            on_line = np.array([np.isin(at, line) for line in self.lines])
+            pairs &= on_line.T.astype(int) @ on_line.astype(int) > 0
+        for starts, stops in self._split_sums:
+            rows = (starts[0] <= at) & (at <= starts[1])
+            columns = (stops[0] <= at) & (at <= stops[1])
+            pairs[np.ix_(rows, columns)] = False
+        return pairs
 
     @functools.cached_property
-    def _places(self) -> tuple[frozenset[int], ...]:
-        return tuple(map(frozenset, self.lines))
+    def _split_sums(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Ranges of starts and of stops that would split a gradient's sum."""
+        makers: dict[int, int] = {}
+        readers: dict[int, list[tuple[int, int]]] = {}
+        for index, stage in enumerate(self.stages):
+            makers.update(dict.fromkeys(stage.outputs, index))
+            shares = stage.shares or (1,) * len(stage.gradients)
+            for value, share in zip(stage.gradients, shares, strict=True):
+                readers.setdefault(value, []).append((index, share))
+        found = []
+        for value, reads in readers.items():
+            maker = makers.get(value, -1)
+            for first in range(len(reads) - 1):
+                earliest = reads[first - 1][0] if first else maker
+                within = 0
+                for last in range(first, len(reads) - 1):
+                    within += reads[last][1]
+                    if within > 1:
+                        starts = earliest + 1, reads[first][0]
+                        stops = reads[last][0] + 1, reads[last + 1][0]
+                        found.append((starts, stops))
+        return found
 
     @functools.cached_property
     def backward_index(self) -> dict[int, int]:

@@ -13,6 +13,7 @@ import bisect
 
 import numpy as np
 
+from kmem.planning.bounds import peak_lower_bound
 from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.line import Line
 from kmem.planning.network import Network
@@ -22,9 +23,9 @@ from kmem.planning.table import Table
 
 # The table's cost is about `_SPLITS` additions in groups of several.
 _SPLITS = 3e9
-_FEWEST_SLOTS = 400
-_MOST_SLOTS = 8000
-_MOST_PLACES = 200
+_FEWEST_SLOTS = 500
+_MOST_SLOTS = 4000
+_MOST_PLACES = 250
 
 
 class ChainSolver:
@@ -53,7 +54,7 @@ class ChainSolver:
             slots = 6 * _SPLITS / line.num_blocks**3
             num_slots = int(np.clip(slots, _FEWEST_SLOTS, _MOST_SLOTS))
         self._starts = [0, *places, len(network.stages)]
-        allowed = _allowed(network, self._starts)
+        allowed = network.allowed(self._starts)
         self._table = Table(line, allowed, line.full_bytes, num_slots)
         extra = self._table.extra
         feasible = np.flatnonzero(np.isfinite(extra))
@@ -81,7 +82,11 @@ class ChainSolver:
             InfeasibleBudget: If there is none.
         """
         if self.smallest.peak_bytes > budget_bytes:
-            raise InfeasibleBudget(budget_bytes, self.smallest.peak_bytes)
+            raise InfeasibleBudget(
+                budget_bytes,
+                self.smallest.peak_bytes,
+                peak_lower_bound(self._network.graph),
+            )
         steps = range(1, len(self._steps))
         step = bisect.bisect_right(
             steps, budget_bytes, key=lambda s: self._point(s).peak_bytes
@@ -136,25 +141,22 @@ def solve(network: Network, budget_bytes: int) -> tuple[Segment, ...]:
 
 
 def _places(network: Network) -> list[int]:
-    """Where blocks begin: if there are too many, at the narrowest.
+    """Where blocks begin; not everywhere if there are too many places.
 
-    Of neighbouring places the one that the fewest bytes cross is taken. One
-    that a longer step leaves out is still run as part of its block.
+    Those after a stage whose outputs no backward pass reads are left out
+    first, since the place before it is as good; then of each few neighbours
+    all but the one that the fewest bytes cross.
     """
     places = flat.places(network)
+    if len(places) <= _MOST_PLACES:
+        return places
+    kept = flat.kept_values(network)
+    outputs = [stage.outputs for stage in network.stages]
+    read = [p for p in places if not kept.isdisjoint(outputs[p - 1])]
+    places = read or places
     crossing = flat.crossing_bytes(network)
     groups = np.array_split(places, min(len(places), _MOST_PLACES))
     return [int(min(group, key=lambda p: crossing[p])) for group in groups]
-
-
-def _allowed(network: Network, starts: list[int]) -> np.ndarray:
-    """`[first, stop]`: whether a segment may have these ends."""
-    lines = network.lines or (starts,)
-    on_line = np.array([[s in line for line in lines] for s in starts])
-    once = np.cumsum([not s.recomputable for s in network.stages])
-    before = np.concatenate([[0], once])[starts]
-    same = (on_line.astype(int) @ on_line.T.astype(int)) > 0
-    return np.triu(same & (before[:, None] == before[None, :]), 1)
 
 
 def _segments(blocks, starts) -> tuple[Segment, ...]:

@@ -1,0 +1,161 @@
+"""The shapes of the batches that `fit` will train on, before it starts."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from collections.abc import MutableMapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_KERAS_BATCH_SIZE = 32  # What `fit` takes if it is not told.
+
+
+def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
+    """What `train_step` will get first, as `tf.TensorSpec`s.
+
+    Args:
+        arguments: Those of `fit`. A generator among them gives its first
+            batch away to be looked at, and is put together again.
+
+    Returns:
+        `(x, y, sample_weight)` or less, or `None` if that is not known.
+    """
+    x = arguments.get("x")
+    if isinstance(x, tf.data.Dataset):
+        return specs_of(next(iter(x.take(1))))
+    if isinstance(x, keras.utils.PyDataset):
+        return specs_of(x[0])
+    if isinstance(x, Iterator):
+        first = next(x)
+        arguments["x"] = itertools.chain([first], x)
+        return specs_of(first)
+    rows = batch_rows(arguments)
+    if rows is None:
+        return None
+    data = [x, arguments.get("y"), arguments.get("sample_weight")]
+    specs = [_with_rows(specs_of(part), rows) for part in data]
+    if arguments.get("class_weight") is not None:
+        # Keras makes weights of rows of it.
+        specs[2] = tf.TensorSpec([rows], keras.config.floatx())
+    while specs[-1] is None:
+        specs.pop()
+    return specs[0] if len(specs) == 1 else tuple(specs)
+
+
+def batch_rows(arguments: MutableMapping[str, Any]) -> int | None:
+    """The number of rows of `fit`'s batches, if that can be told at once."""
+    x = arguments.get("x")
+    if isinstance(x, tf.data.Dataset):
+        return num_rows(x.element_spec)
+    if isinstance(x, keras.utils.PyDataset):
+        return num_rows(x[0])
+    total = num_rows(x)
+    if total is None:
+        return None
+    share = 1 - (arguments.get("validation_split") or 0)
+    batch_size = arguments.get("batch_size") or _KERAS_BATCH_SIZE
+    return min(batch_size, int(total * share))
+
+
+def num_rows(data) -> int | None:
+    """The length of the first array, tensor or spec that has one."""
+    for leaf in keras.tree.flatten(data):
+        shape = getattr(leaf, "shape", None)
+        if shape:
+            return shape[0]
+    return None
+
+
+def specs_of(data) -> Any:
+    """Arrays and tensors as `tf.TensorSpec`s, as Keras hands them on."""
+    return keras.tree.map_structure(_spec, data)
+
+
+def part_of(batch, count: int) -> Any:
+    """The largest of `count` parts of a batch."""
+    rows = num_rows(batch)
+    if rows is None:
+        return batch
+    return _with_rows(batch, -(-rows // count))
+
+
+def made_up(batch) -> Any:
+    """Numbers in a batch's shapes: random ones, and zeros for integers."""
+    return keras.tree.map_structure(_numbers, batch)
+
+
+def to_json(batch) -> str:
+    """Writes specs down."""
+    return json.dumps(_to_json(batch))
+
+
+def from_json(text: str) -> Any:
+    """Reads what `to_json` wrote."""
+    return _from_json(json.loads(text))
+
+
+def describe(batch) -> str:
+    """Shapes and dtypes, for people."""
+    return ", ".join(
+        f"{spec.dtype.name}{spec.shape.as_list()}"
+        for spec in keras.tree.flatten(batch)
+        if spec is not None
+    )
+
+
+def _spec(leaf) -> tf.TensorSpec | None:
+    if leaf is None:
+        return None
+    if isinstance(leaf, tf.TensorSpec):
+        return leaf
+    if not hasattr(leaf, "shape"):
+        leaf = np.asarray(leaf)
+    dtype = tf.as_dtype(leaf.dtype)
+    if isinstance(leaf, np.ndarray) and dtype.is_floating:
+        dtype = tf.as_dtype(keras.config.floatx())
+    return tf.TensorSpec(leaf.shape, dtype)
+
+
+def _with_rows(specs, rows: int) -> Any:
+    return keras.tree.map_structure(
+        lambda spec: (
+            tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype)
+            if spec is not None and spec.shape.rank
+            else spec
+        ),
+        specs,
+    )
+
+
+def _numbers(spec) -> tf.Tensor | None:
+    if spec is None:
+        return None
+    if spec.dtype.is_floating:
+        return tf.cast(tf.random.uniform(spec.shape.as_list()), spec.dtype)
+    return tf.zeros(spec.shape, spec.dtype)
+
+
+def _to_json(batch) -> Any:
+    if batch is None:
+        return None
+    if isinstance(batch, tf.TensorSpec):
+        return {"shape": batch.shape.as_list(), "dtype": batch.dtype.name}
+    if isinstance(batch, dict):
+        return {"dict": {key: _to_json(batch[key]) for key in batch}}
+    kind = "tuple" if isinstance(batch, tuple) else "list"
+    return {kind: [_to_json(part) for part in batch]}
+
+
+def _from_json(saved) -> Any:
+    if saved is None:
+        return None
+    if "shape" in saved:
+        return tf.TensorSpec(saved["shape"], saved["dtype"])
+    if "dict" in saved:
+        return {key: _from_json(part) for key, part in saved["dict"].items()}
+    if "tuple" in saved:
+        return tuple(_from_json(part) for part in saved["tuple"])
+    return [_from_json(part) for part in saved["list"]]

@@ -1,0 +1,282 @@
+"""Makes a plan for a model's training step: profile, solve, rehearse.
+
+The solver plans for a drawing of the step. What a device really needs, with
+what TensorFlow fuses, reorders and allocates besides, is measured: the step
+is rehearsed with the plan, and if its peak is not as predicted, the
+difference counts as resident and the budget is planned for again. So a plan's
+predicted peak is one that was measured, where that was possible.
+"""
+
+import dataclasses
+from collections.abc import MutableMapping
+from typing import Any
+from typing import Literal
+
+import keras
+import tensorflow as tf
+
+from kmem import batches
+from kmem import memory
+from kmem.capture import all_layers
+from kmem.keras_graph import profiling
+from kmem.options import Genetic
+from kmem.options import MemoryOptions
+from kmem.options import Remat
+from kmem.planning.bounds import peak_lower_bound
+from kmem.planning.choosing import Chooser
+from kmem.planning.errors import InfeasibleBudget
+from kmem.planning.plan import Plan
+from kmem.planning.solvers.flat import Point
+from kmem.rehearsal import rehearse
+from kmem.session import Session
+from kmem.session import option_precision
+
+# How often a plan is corrected, and from what on that is worth it.
+_MAX_REHEARSALS = 4
+_SLACK = 0.05
+_OUT_OF_MEMORY_STEP = 0.1
+_BATCHES_READY = 3
+
+
+def plan(
+    model: keras.Model,
+    batch: Any,
+    budget: int | float | str = "auto",
+    *,
+    solver: str | Genetic = "optimal",
+    costs: Literal["measured", "flops"] = "measured",
+    verbose: int = 0,
+) -> Plan:
+    """Plans what a model's training step recomputes.
+
+    The model and its state stay as they are. A step is run on made-up numbers
+    to see what it needs, if the model is compiled.
+
+    Args:
+        model: A built `keras.Model`.
+        batch: One batch, as `train_step` gets it: `x`, `(x, y)` or
+            `(x, y, sample_weight)`, of arrays, tensors or `tf.TensorSpec`s.
+        budget: The device's peak during a step, with everything in it: bytes,
+            a size such as `"2GB"`, a share of the unplanned peak in (0, 1],
+            or `"auto"`, the smallest predicted peak whose predicted slowdown
+            is at most 1.3x.
+        solver: `"optimal"`, `"sqrt"` or `kmem.Genetic(...)`.
+        costs: `"measured"`, or `"flops"` for times that are computed, so that
+            plans are repeatable.
+        verbose: 1 shows progress.
+
+    Returns:
+        A `kmem.Plan`, for `fit(remat=...)`.
+
+    Raises:
+        ValueError: If the budget is not of one of its forms, if no plan fits
+            in it (the message names the smallest that would do), or if the
+            model is not built.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+
+    import kmem
+
+    layers = [keras.layers.Dense(64, "relu") for _ in range(8)]
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    model.compile("sgd", "mse")
+    x = np.zeros((512, 64), "float32")
+    plan = kmem.plan(model, (x, x), budget=0.8)
+    print(plan.summary())
+    ```
+    """
+    options = MemoryOptions(remat=Remat(budget=budget, solver=solver))
+    specs = batches.specs_of(batch)
+    return make_plan(model, specs, options, costs, verbose)
+
+
+def planned(
+    model: keras.Model,
+    options: MemoryOptions,
+    arguments: MutableMapping[str, Any],
+) -> MemoryOptions:
+    """Options in which `remat` is a plan: the one given, or one made now.
+
+    Args:
+        model: The model, which is built if need be.
+        options: The options of `fit`.
+        arguments: Those of `fit`.
+
+    Raises:
+        ValueError: If the plan is for other batches, if none fits in the
+            budget, or if `fit` cannot tell the shapes of its batches.
+    """
+    batch = batches.fit_batch(arguments)
+    if batch is not None:
+        batch = _of_replica(model, batch)
+        _build(model, batch)
+    given = options.remat.plan
+    if given is not None:
+        made = given if isinstance(given, Plan) else Plan.load(given)
+        _check_batch(made, options, batch)
+    elif batch is None:
+        raise ValueError(
+            "`remat` must be a `kmem.Plan` if `fit` cannot tell the shapes of "
+            "its batches: make one with `kmem.plan(model, batch)`. Received: "
+            f"remat={options.remat.budget!r}"
+        )
+    else:
+        verbose = 0 if arguments.get("verbose", "auto") in (0, 2) else 1
+        reserved = _pipeline_bytes(arguments, batch)
+        made = make_plan(model, batch, options, "measured", verbose, reserved)
+        if verbose:
+            print(made.summary())
+    return dataclasses.replace(options, remat=Remat(plan=made))
+
+
+def make_plan(
+    model: keras.Model,
+    batch: Any,
+    options: MemoryOptions,
+    costs: str,
+    verbose: int,
+    reserved_bytes: int = 0,
+) -> Plan:
+    """Plans a step under the options, of which `remat` tells the budget."""
+    count = options.microbatches.count if options.microbatches else 1
+    part = batches.part_of(batch, count)
+    with option_precision(model, options):
+        recording = profiling.record_batch(model, part)
+        profile = profiling.measure(recording, costs == "measured", verbose)
+    planner = _Planner(model, batch, part, options, profile.network)
+    return planner.plan(reserved_bytes)
+
+
+class _Planner:
+    """Plans one step, and corrects the plan by rehearsals."""
+
+    def __init__(self, model, batch, part, options: MemoryOptions, network):
+        self._model = model
+        self._batch = batch
+        self._part = part
+        self._options = options
+        self._chooser = Chooser(network, options.remat.solver)
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        self._rehearses = model.compiled and replicas == 1
+
+    def plan(self, reserved_bytes: int) -> Plan:
+        budget = self._options.remat.budget
+        resident = memory.current()
+        if budget == "auto":
+            return self._measured(self._chooser.auto(), None, resident)[0]
+        if isinstance(budget, float):
+            unplanned = resident + self._chooser.everything.peak_bytes
+            budget = int(budget * unplanned)
+        budget -= reserved_bytes
+        best: Plan | None = None
+        found: Any = None
+        for _ in range(_MAX_REHEARSALS):
+            try:
+                point = self._chooser.within(budget - resident)
+            except InfeasibleBudget as error:
+                if best is not None:
+                    break
+                raise self._infeasible(
+                    budget, error.smallest_bytes + resident, reserved_bytes
+                ) from error
+            if best is not None and point.segments == best.segments:
+                break
+            found, fits = self._measured(point, budget, resident)
+            if fits and (
+                best is None or found.predicted_seconds < best.predicted_seconds
+            ):
+                best = found
+            enough = (1 - _SLACK) * budget <= found.predicted_peak_bytes
+            if fits and (enough or not found.segments):
+                break
+            resident = found.resident_bytes
+        if best is None:
+            raise self._infeasible(
+                budget, found.predicted_peak_bytes, reserved_bytes
+            )
+        return best
+
+    def _infeasible(self, budget, smallest, reserved) -> InfeasibleBudget:
+        least = memory.current() + peak_lower_bound(self._chooser.network.graph)
+        return InfeasibleBudget(
+            budget + reserved,
+            smallest + reserved,
+            min(least, smallest) + reserved,
+        )
+
+    def _measured(self, point: Point, budget, resident) -> tuple[Plan, bool]:
+        """A plan with what it was seen to need, and whether that fits."""
+        made = self._made(point, budget, resident)
+        if not self._rehearses:
+            return made, True
+        options = dataclasses.replace(self._options, remat=Remat(plan=made))
+        session = Session(self._model, options)
+        peak = rehearse(session, self._batch)
+        if peak is None:
+            more = int(_OUT_OF_MEMORY_STEP * point.peak_bytes)
+            return self._made(point, budget, resident + more), False
+        found = self._made(point, budget, peak - point.peak_bytes)
+        return found, budget is None or peak <= budget
+
+    def _made(self, point: Point, budget, resident) -> Plan:
+        model, solver = self._model, self._options.remat.solver
+        mode = "xla" if model.jit_compile else "graph"
+        within = point.peak_bytes if budget is None else budget - resident
+        return Plan(
+            network=self._chooser.network,
+            segments=point.segments,
+            batch=batches.to_json(self._part),
+            mode="eager" if model.run_eagerly else mode,
+            solver=solver if isinstance(solver, str) else "genetic",
+            budget_bytes=budget,
+            resident_bytes=resident,
+            lower_bound_seconds=self._chooser.lower_bound_seconds(within),
+        )
+
+
+def _of_replica(model: keras.Model, batch) -> Any:
+    return batches.part_of(
+        batch, model.distribute_strategy.num_replicas_in_sync
+    )
+
+
+def _pipeline_bytes(arguments: MutableMapping[str, Any], batch) -> int:
+    """What the input pipeline holds on the device, if that is the CPU.
+
+    Keras copies arrays whole, and has a few batches ready.
+    """
+    if tf.config.list_logical_devices("GPU"):
+        return 0
+    arrays = [arguments.get(name) for name in ("x", "y", "sample_weight")]
+    copied = sum(
+        getattr(leaf, "nbytes", 0) for leaf in keras.tree.flatten(arrays)
+    )
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    ready = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in leaves)
+    return copied + _BATCHES_READY * ready
+
+
+def _build(model: keras.Model, batch) -> None:
+    """Makes a model's variables, as Keras does in its first step."""
+    if all(layer.built for layer in all_layers(model)):
+        return
+    x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
+    model(batches.made_up(batches.part_of(x, batches.num_rows(x) or 1)))
+
+
+def _check_batch(made: Plan, options: MemoryOptions, batch) -> None:
+    if batch is None:
+        return
+    count = options.microbatches.count if options.microbatches else 1
+    part = batches.part_of(batch, count)
+    if batches.to_json(part) != made.batch:
+        planned = batches.describe(batches.from_json(made.batch))
+        raise ValueError(
+            "`remat` must be a plan for the batches that are trained on: make "
+            "it again with `kmem.plan`. Received: a plan for batches of "
+            f"{planned}, for batches of {batches.describe(part)}"
+        )

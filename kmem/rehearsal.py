@@ -1,0 +1,59 @@
+"""Runs a training step that leaves no trace, to see what it needs."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kmem import batches
+from kmem import memory
+from kmem.session import Session
+
+
+def rehearse(session: Session, batch) -> int | None:
+    """Runs a session's step on made-up numbers, and measures it.
+
+    Everything that the step changes is given back: weights, optimizer,
+    statistics, random seeds, metrics. They are kept outside of the device in
+    the meantime.
+
+    Args:
+        session: Whose step it is.
+        batch: The batch, as `tf.TensorSpec`s.
+
+    Returns:
+        The device's peak in bytes, or `None` if it ran out of memory.
+    """
+    model: Any = session.model
+    session.build()
+    data = batches.made_up(batch)
+    with _unchanged(session):
+        session.install(test_step=False)
+        try:
+            # The first run traces, and may take memory that no other does.
+            model.train_function(iter([data]))
+            with memory.track() as usage:
+                model.train_function(iter([data]))
+            return usage.peak_bytes
+        except tf.errors.ResourceExhaustedError:
+            return None
+        finally:
+            session.remove()
+
+
+@contextlib.contextmanager
+def _unchanged(session: Session) -> Iterator[None]:
+    values = [(v, v.numpy()) for v in session.state]
+    try:
+        yield
+    finally:
+        known = {id(variable) for variable, _ in values}
+        for variable, value in values:
+            variable.assign(value)
+        for metric in session.model.metrics:
+            # Those that the step has made.
+            if any(id(variable) not in known for variable in metric.variables):
+                metric.reset_state()
+        gc.collect()
