@@ -69,7 +69,10 @@ def _inner_operations(operations) -> Iterator[tf.Operation]:
             # Private in TensorFlow: the Python side of a graph's functions.
             # tests/test_remat.py fails if it moves.
             function = op.graph._get_function(name)
-            if function is not None and name not in seen:
+            if function is None:
+                # Such as one that was loaded: its operations are not known.
+                yield op
+            elif name not in seen:
                 seen.add(name)
                 waiting += function.graph.get_operations()
 
