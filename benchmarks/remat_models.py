@@ -12,7 +12,12 @@ NUM_CLASSES = 10
 
 
 def resnet50():
-    return _application(keras.applications.ResNet50, num_rows=32)
+    model, x, y = _application(keras.applications.ResNet50, num_rows=32)
+    for layer in model.layers:
+        # As in Goyal et al. (2017): without, rounding grows fast in training.
+        if layer.name.endswith("_3_bn"):
+            layer.gamma.assign(keras.ops.zeros_like(layer.gamma))
+    return model, x, y
 
 
 def densenet121():
@@ -83,8 +88,9 @@ def transformer():
 
 
 def _images(num_rows, size):
-    images = np.random.default_rng(0).normal(size=(num_rows, size, size, 3))
-    return images.astype("float32")
+    """Blotches: of white noise, all images have the same features."""
+    small = np.random.default_rng(0).normal(size=(num_rows, 6, 6, 3))
+    return small.repeat(size // 6, 1).repeat(size // 6, 2).astype("float32")
 
 
 MODELS = {
