@@ -2,9 +2,10 @@
 
 Greedy schedules to begin from; then, in turn until the time is over, local
 search and exact answers for a part of the graph (large-neighbourhood search,
-with `intervals`). A graph small enough is solved as a whole, and the answer
-proved best among staged schedules. Without OR-tools (the extra `plan`) local
-search is all there is: it still finds a plan, and CP-SAT makes it better.
+with `intervals`). Parts grow while CP-SAT is quick; when one is the whole
+graph, the answer is proved best among staged schedules. Without OR-tools (the
+extra `plan`) local search is all there is: it still finds a plan, and CP-SAT
+makes it better.
 
 Not done here: chains, for which a dynamic program is exact and quicker.
 """
@@ -27,9 +28,9 @@ from kmem.planning.solvers.intervals import resolve
 from kmem.planning.solvers.local import LocalSearch
 from kmem.planning.solvers.neighbourhood import choose
 
-# As many slots as CP-SAT can be expected to settle as a whole.
-_WHOLE_SLOTS = 1200
 _TURN_SECONDS = 4.0
+# How many operations CP-SAT gets at first: more and more, while it is quick.
+_FIRST_SIZE = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +130,8 @@ class _Search:
         self.local = LocalSearch(graph, budget_bytes, seed)
         self.bound = seconds_lower_bound(graph, budget_bytes)
         self.best: list[int] = []
+        self.size = _FIRST_SIZE
+        self.num_recomputable = sum(o.recomputable for o in graph.operations)
         self.best_seconds = float("inf")
         self.is_optimal = False
 
@@ -215,48 +218,58 @@ class _Search:
         if not cpsat.is_available():
             self._anneal(self.seconds_limit)
             return
+        anneal_seconds = _TURN_SECONDS
         with cpsat.CpSat(self.seed) as solver:
-            self._solve_whole(solver)
+            if self.size >= len(self.graph.operations):
+                self._resolve_part(solver)
             while not self.is_optimal and self.passed < self.seconds_limit:
-                self._anneal(
-                    min(self.passed + _TURN_SECONDS, self.seconds_limit)
-                )
-                until = min(self.passed + _TURN_SECONDS, self.seconds_limit)
+                before = self.best_seconds
+                self._anneal(self._turn(anneal_seconds))
+                # Where local search is stuck, exact answers get the time.
+                better = self.best_seconds < before
+                anneal_seconds *= 2 if better else 0.5
+                anneal_seconds = min(anneal_seconds, _TURN_SECONDS)
+                until = self._turn(_TURN_SECONDS)
                 while not self.is_optimal and self.passed < until:
                     self._resolve_part(solver)
 
-    def _solve_whole(self, solver: cpsat.CpSat) -> None:
-        """Opens all slots, if they are few."""
-        graph = self.graph
-        free = {i for i in graph.program if graph.operations[i].recomputable}
-        stages = set(range(len(graph.operations) + 1))
-        if len(free) * len(stages) > 50 * _WHOLE_SLOTS:
-            return
-        slots = open_slots(graph, tuple(self.best), free, stages)
-        if sum(slot.free for slot in slots) > _WHOLE_SLOTS:
-            return
-        left = self.seconds_limit - self.passed
-        answer = resolve(graph, slots, self.budget_bytes, solver, left / 2)
-        if answer.schedule is not None:
-            self._accept(list(answer.schedule))
-        self.is_optimal = self.is_optimal or answer.is_optimal
+    def _turn(self, seconds: float) -> float:
+        return min(self.passed + seconds, self.seconds_limit)
 
     def _resolve_part(self, solver: cpsat.CpSat) -> None:
-        """Solves a neighbourhood of the best schedule exactly."""
-        operations, stages = choose(self.local, self.best, self.random)
-        slots = open_slots(self.graph, tuple(self.best), operations, stages)
-        left = self.seconds_limit - self.passed
-        answer = resolve(
-            self.graph,
-            slots,
-            self.budget_bytes,
-            solver,
-            max(0.1, min(left, _TURN_SECONDS)),
-        )
+        """Solves a part of the best schedule exactly; next time a larger one
+        if that was quick, until the part is the whole."""
+        graph = self.graph
+        free = choose(self.local, self.best, self.size, self.random)
+        stages = set(range(len(graph.operations) + 1))
+        slots = open_slots(graph, tuple(self.best), free, stages)
+        left = max(0.1, self.seconds_limit - self.passed)
+        whole = len(free) == self.num_recomputable
+        forward = self.size == graph.num_forward
+        if not (whole or forward):
+            left = min(left, _TURN_SECONDS)
+        begin = self.passed
+        answer = resolve(graph, slots, self.budget_bytes, solver, left)
         if answer.schedule is not None:
             steps = self.local.tighten(list(answer.schedule))
             if self.local.peak(steps) <= self.local.budget_bytes:
                 self._accept(steps)
+        if not answer.is_optimal:
+            self.size = max(4, int(self.size * 0.8))
+        elif whole:
+            self.is_optimal = True
+        elif forward or self.passed - begin < _TURN_SECONDS / 4:
+            self._grow()
+
+    def _grow(self) -> None:
+        count = len(self.graph.operations)
+        forward = self.graph.num_forward
+        larger = min(count, int(self.size * 1.15) + 1)
+        if self.size < forward < larger:
+            larger = forward
+        elif self.size >= forward:
+            larger = count
+        self.size = larger
 
     def _anneal(self, until: float) -> None:
         """Ruins and repairs; a little worse is good enough at first."""
