@@ -85,10 +85,11 @@ def cost(network, segments) -> tuple[int, float]:
 
 def best_of_all(network) -> list[tuple[int, float]]:
     """Peaks, rising, and the times of the fastest of all plans within each."""
+    allowed = network.allowed(range(len(network.stages) + 1)).tolist()
     costs = sorted(
         cost(network, segments)
         for segments in _plans(0, len(network.stages))
-        if is_allowed(network, segments)
+        if _is_allowed(allowed, segments)
     )
     best: list[tuple[int, float]] = []
     for peak_bytes, seconds in costs:
@@ -98,8 +99,14 @@ def best_of_all(network) -> list[tuple[int, float]]:
 
 
 def is_allowed(network, segments) -> bool:
+    """Whether a network allows all segments, and those within them."""
+    allowed = network.allowed(range(len(network.stages) + 1))
+    return _is_allowed(allowed.tolist(), segments)
+
+
+def _is_allowed(allowed, segments) -> bool:
     return all(
-        network.allows(s.start, s.stop) and is_allowed(network, s.inner)
+        allowed[s.start][s.stop] and _is_allowed(allowed, s.inner)
         for s in segments
     )
 

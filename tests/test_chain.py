@@ -54,7 +54,7 @@ def test_plans_are_nearly_the_best_where_values_skip_stages():
             found += solver.within(peak_bytes).seconds
             best += seconds
     assert found <= 1.06 * best
-    assert missed <= 0.1 * total
+    assert missed <= 0.15 * total
 
 
 def _rotor(values, saved, forward, slots: int) -> float:
@@ -226,7 +226,7 @@ def test_says_which_budget_would_do():
     smallest = chain.ChainSolver(network).smallest.peak_bytes
     with pytest.raises(
         InfeasibleBudget,
-        match=f"at least {smallest} bytes.*Received: budget={smallest - 1}",
+        match=f"smallest known is {smallest};.*budget_bytes={smallest - 1}",
     ) as error:
         chain.solve(network, smallest - 1)
     assert error.value.smallest_bytes == smallest

@@ -21,11 +21,12 @@ from kmem.planning.network import Segment
 from kmem.planning.solvers import flat
 from kmem.planning.table import Table
 
-# The table's cost is about `_SPLITS` additions in groups of several.
-_SPLITS = 3e9
+# Enough for an exact division of small sizes, and for good plans of long
+# networks in a few seconds: the slots are as many as make `_SPLITS` sums.
+_SPLITS = 4.5e9
 _FEWEST_SLOTS = 500
 _MOST_SLOTS = 4000
-_MOST_PLACES = 250
+_MOST_PLACES = 300
 
 
 class ChainSolver:
@@ -141,21 +142,16 @@ def solve(network: Network, budget_bytes: int) -> tuple[Segment, ...]:
 
 
 def _places(network: Network) -> list[int]:
-    """Where blocks begin; not everywhere if there are too many places.
+    """Where blocks begin.
 
-    Those after a stage whose outputs no backward pass reads are left out
-    first, since the place before it is as good; then of each few neighbours
-    all but the one that the fewest bytes cross.
+    If there are too many places, one is taken of each few neighbours: that
+    which the fewest bytes cross.
     """
     places = flat.places(network)
     if len(places) <= _MOST_PLACES:
         return places
-    kept = flat.kept_values(network)
-    outputs = [stage.outputs for stage in network.stages]
-    read = [p for p in places if not kept.isdisjoint(outputs[p - 1])]
-    places = read or places
     crossing = flat.crossing_bytes(network)
-    groups = np.array_split(places, min(len(places), _MOST_PLACES))
+    groups = np.array_split(places, _MOST_PLACES)
     return [int(min(group, key=lambda p: crossing[p])) for group in groups]
 
 

@@ -6,7 +6,6 @@ nothing would be freed by running them again at once.
 """
 
 import dataclasses
-import functools
 
 import numpy as np
 
@@ -41,30 +40,43 @@ def evaluate(network: Network, segments: tuple[Segment, ...]) -> Point:
     return Point(result.peak_bytes, result.seconds, segments)
 
 
-def cut(network: Network, cuts) -> tuple[Segment, ...]:
-    """The segments between cuts, and before the first.
-
-    Where a part between cuts may not be a segment, its longest parts that
-    may be are.
+class Cutter:
+    """Makes plans of cuts, which are stages before which to cut.
 
     Args:
         network: The network.
-        cuts: Stages before which the network is cut.
+
+    Attributes:
+        places: Where it may be cut, in order, without its first stage.
     """
-    inner = places(network)
-    segments = []
-    start = 0
-    for stop in sorted(cuts):
-        ends = [p for p in (0, *inner) if start <= p <= stop]
-        while len(ends) > 1:
-            allowed = [p for p in ends[1:] if network.allows(ends[0], p)]
-            if allowed:
-                segments.append(Segment(ends[0], allowed[-1]))
-                ends = [p for p in ends if p >= allowed[-1]]
-            else:
-                ends = ends[1:]
-        start = stop
-    return tuple(segments)
+
+    def __init__(self, network: Network):
+        self.network = network
+        self.places = places(network)
+        self._starts = [0, *self.places]
+        self._allowed = network.allowed(self._starts)
+        self._block = {start: n for n, start in enumerate(self._starts)}
+
+    def cut(self, cuts) -> tuple[Segment, ...]:
+        """The segments between cuts, and before the first.
+
+        Where a part between cuts may not be a segment, the longest within it
+        that may be are.
+        """
+        segments, begin = [], 0
+        for end in sorted(self._block[cut] for cut in cuts):
+            while begin < end:
+                stops = np.flatnonzero(self._allowed[begin, : end + 1])
+                stop = int(stops[-1]) if len(stops) else begin + 1
+                if len(stops):
+                    starts = self._starts
+                    segments.append(Segment(starts[begin], starts[stop]))
+                begin = stop
+        return tuple(segments)
+
+    def evaluate(self, cuts) -> Point:
+        """Simulates the plan of cuts."""
+        return evaluate(self.network, self.cut(cuts))
 
 
 def places(network: Network) -> list[int]:
@@ -93,7 +105,7 @@ def crossing_bytes(network: Network) -> np.ndarray:
 def kept_bytes(network: Network) -> np.ndarray:
     """Stage -> the bytes that it makes for a backward pass to read."""
     stages = [stage for stage in network.stages if stage.has_backward]
-    kept = functools.reduce(set.union, (set(s.kept) for s in stages), set())
+    kept = {value for stage in stages for value in stage.kept}
     return np.array(
         [
             sum(network.value_bytes[v] for v in stage.outputs if v in kept)

@@ -13,6 +13,7 @@ import random
 import numpy as np
 
 from kmem.options import Genetic
+from kmem.planning.bounds import peak_lower_bound
 from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
@@ -49,7 +50,9 @@ def segments(
         )
     best = search.point(cuts)
     if budget_bytes is not None and best.peak_bytes > budget_bytes:
-        raise InfeasibleBudget(budget_bytes, best.peak_bytes)
+        raise InfeasibleBudget(
+            budget_bytes, best.peak_bytes, peak_lower_bound(network.graph)
+        )
     enough = max(options.lb_memory_mb * 10**6, budget_bytes or 0)
     return _faster(network, best, enough)
 
@@ -58,14 +61,11 @@ class _Search:
     """Sets of cuts, and the smallest peak among them."""
 
     def __init__(self, network: Network):
-        self._network = network
+        cutter = flat.Cutter(network)
         self._kept = np.cumsum([0, *flat.kept_bytes(network)])
-        self._places = flat.places(network)
+        self._places = cutter.places
         self._random = random.Random(_SEED)
-        self.point = functools.cache(self._point)
-
-    def _point(self, cuts: frozenset[int]) -> flat.Point:
-        return flat.evaluate(self._network, flat.cut(self._network, cuts))
+        self.point = functools.cache(cutter.evaluate)
 
     def _rank(self, cuts: frozenset[int]):
         point = self.point(cuts)

@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from kmem.planning.bounds import peak_lower_bound
 from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
@@ -39,38 +40,31 @@ def segments(
         numbers = range(1, most + 1)
     else:
         numbers = [num_segments]
-    points = [flat.evaluate(network, _equal(network, n)) for n in numbers]
+    cutter = flat.Cutter(network)
+    points = [cutter.evaluate(_equal(cutter, n)) for n in numbers]
     smallest = min(points, key=lambda p: (p.peak_bytes, p.seconds))
     if budget_bytes is None:
         return smallest.segments
     within = [p for p in points if p.peak_bytes <= budget_bytes]
     if not within:
-        raise InfeasibleBudget(budget_bytes, smallest.peak_bytes)
+        raise InfeasibleBudget(
+            budget_bytes,
+            smallest.peak_bytes,
+            peak_lower_bound(network.graph),
+        )
     return min(within, key=lambda p: (p.seconds, p.peak_bytes)).segments
 
 
-def _equal(network: Network, num_segments: int) -> tuple[Segment, ...]:
+def _equal(cutter: flat.Cutter, num_segments: int) -> list[int]:
     """Cuts at the narrowest place near each of the equal shares."""
-    kept = np.cumsum([0, *flat.kept_bytes(network)])
-    crossing = flat.crossing_bytes(network)
-    places = flat.places(network)
-    share = kept[-1] / num_segments
+    kept = np.cumsum([0, *flat.kept_bytes(cutter.network)])
+    crossing = flat.crossing_bytes(cutter.network)
     cuts = []
     for number in range(1, num_segments):
-        near = [
-            place
-            for place in places
-            if abs(kept[place] - number * share) <= share / 4
-        ]
+        share = kept[-1] / num_segments
+        distance = abs(kept - number * share)
+        near = [p for p in cutter.places if distance[p] <= share / 4]
         if near:
             # Of equally narrow ones, the nearest.
-            cuts.append(
-                min(
-                    near,
-                    key=lambda p: (
-                        crossing[p],
-                        abs(kept[p] - number * share),
-                    ),
-                )
-            )
-    return flat.cut(network, cuts)
+            cuts.append(min(near, key=lambda p: (crossing[p], distance[p])))
+    return cuts
