@@ -101,3 +101,54 @@ def best_seconds(graph, budget_bytes):
                 )
                 heapq.heappush(queue, item)
     return None
+
+
+def vgg19():
+    """The instance of Checkmate's artifact: a batch of one, 25 layers, a loss
+    and 25 gradients. Times are multiply-adds in units of 1e9.
+
+    A gradient reads the one before it, and what its layer read and made.
+    """
+    layers, side, channels = [], 224, 3
+    for count, width in ((2, 64), (2, 128), (4, 256), (4, 512), (4, 512)):
+        for _ in range(count):
+            made = side * side * width
+            layers.append((made, made * channels * 9))
+            channels = width
+        side //= 2
+        layers.append((side * side * channels, 0))
+    layers.append((side * side * channels, 0))
+    for width in (4096, 4096, 1000):
+        layers.append((width, layers[-1][0] * width))
+    image = len(layers) * 2 + 1
+    sizes, operations = [], []
+    for index, (made, multiplied) in enumerate(layers):
+        inputs = (index - 1 if index else image,)
+        operations.append(
+            Operation("forward", inputs, (index,), multiplied / 1e9)
+        )
+        sizes.append(4 * made)
+    operations.append(
+        Operation("loss", (len(layers) - 1,), (len(layers),), 0.0)
+    )
+    sizes.append(4)
+    for index in range(len(layers) - 1, -1, -1):
+        before = index - 1 if index else image
+        outputs = (len(operations),)
+        operations.append(
+            Operation(
+                "gradient",
+                (len(operations) - 1, index, before),
+                outputs,
+                2 * layers[index][1] / 1e9,
+                recomputable=False,
+            )
+        )
+        sizes.append(4 * (layers[index - 1][0] if index else 0))
+    return Graph(
+        operations=tuple(operations),
+        tensor_bytes=(*sizes, 0),
+        constants=frozenset({image}),
+        results=frozenset({len(operations) - 1}),
+        num_forward=len(layers) + 1,
+    )

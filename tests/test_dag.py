@@ -33,7 +33,21 @@ def test_the_optima_of_checkmates_unit_chain(
 
 
 @needs_ortools
-@pytest.mark.parametrize("seed", range(12))
+def test_the_optimum_of_checkmates_vgg19():
+    # From its artifact: 58.896 for the program, 58.983 at 51.38 MB. Its
+    # program peaks at 81.72 MB, this one at 66.63: there, what is not read
+    # any more seems to stay for longer.
+    graph = planning_graphs.vgg19()
+    program = simulate(graph, graph.program)
+    assert program.seconds == pytest.approx(58.896, abs=0.001)
+    assert program.peak_bytes == 66_633_728
+    assert peak_lower_bound(graph) == 51_380_224
+    solution = solve(graph, 51_380_224, seconds_limit=2)
+    assert solution.seconds == pytest.approx(58.983, abs=0.001)
+
+
+@needs_ortools
+@pytest.mark.parametrize("seed", range(8))
 def test_random_graphs_are_solved_as_well_as_by_brute_force(seed):
     graph = planning_graphs.random_graph(seed)
     peak = simulate(graph, graph.program).peak_bytes
@@ -41,7 +55,7 @@ def test_random_graphs_are_solved_as_well_as_by_brute_force(seed):
         best = planning_graphs.best_seconds(graph, budget_bytes)
         if best is None:
             with pytest.raises(InfeasibleBudget):
-                solve(graph, budget_bytes, seconds_limit=1)
+                solve(graph, budget_bytes, seconds_limit=0.2)
             continue
         solution = solve(graph, budget_bytes, seconds_limit=5)
         simulation = simulate(graph, solution.schedule)
@@ -71,7 +85,7 @@ def test_a_budget_that_needs_no_plan_has_none():
 def test_an_infeasible_budget_says_what_is_known():
     graph = planning_graphs.unit_chain(8)
     with pytest.raises(InfeasibleBudget, match="Received: budget") as caught:
-        solve(graph, 2, seconds_limit=1)
+        solve(graph, 2, seconds_limit=0.5)
     assert caught.value.lower_bound_bytes == 3
     assert caught.value.smallest_bytes in (3, 4)
 

@@ -127,7 +127,9 @@ class _Search:
         self.seed = seed
         self.random = random.Random(seed)
         self.progress = progress
-        self.local = LocalSearch(graph, budget_bytes, seed)
+        self.local = LocalSearch(
+            graph, budget_bytes, seed, self.started + seconds_limit
+        )
         self.bound = seconds_lower_bound(graph, budget_bytes)
         self.best: list[int] = []
         self.size = _FIRST_SIZE

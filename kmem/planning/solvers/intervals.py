@@ -19,8 +19,9 @@ from kmem.planning.graph import Graph
 from kmem.planning.solvers.cpsat import BooleanProgram
 from kmem.planning.solvers.cpsat import CpSat
 
-# CP-SAT wants integers. Rounding bytes up keeps the budget.
-_BYTE_STEPS = 1 << 24
+# CP-SAT wants integers, and not too large ones. Rounding bytes up keeps the
+# budget; most sizes are multiples of a number, and nothing is rounded.
+_BYTE_STEPS = 1 << 31
 _SECOND_STEPS = 10**7
 
 
@@ -140,13 +141,19 @@ def resolve(
     )
 
 
+def _byte_unit(graph: Graph, budget_bytes: int) -> int:
+    workspaces = [o.workspace_bytes for o in graph.operations]
+    divisor = max(1, math.gcd(*graph.tensor_bytes, *workspaces))
+    return divisor * max(1, -(-budget_bytes // (divisor * _BYTE_STEPS)))
+
+
 class _Builder:
     """The variables and constraints of `resolve`."""
 
     def __init__(self, graph: Graph, slots: list[Slot], budget_bytes: int):
         self.graph = graph
         self.slots = slots
-        self.byte_unit = max(1, budget_bytes // _BYTE_STEPS)
+        self.byte_unit = _byte_unit(graph, budget_bytes)
         self.budget = (budget_bytes - graph.constant_bytes) // self.byte_unit
         self.second_unit = max(graph.seconds, 1e-12) / _SECOND_STEPS
         self.program = BooleanProgram()

@@ -9,7 +9,9 @@ schedule is measured by a full replay.
 """
 
 import bisect
+import math
 import random
+import time
 
 from kmem.planning.graph import Graph
 
@@ -21,8 +23,16 @@ class LocalSearch:
     `simulate` less what is always there.
     """
 
-    def __init__(self, graph: Graph, budget_bytes: int, seed: int = 0):
+    def __init__(
+        self,
+        graph: Graph,
+        budget_bytes: int,
+        seed: int = 0,
+        deadline: float = math.inf,
+    ):
         self.graph = graph
+        # When to stop, by `time.monotonic()`.
+        self.deadline = deadline
         self.budget_bytes = budget_bytes - graph.constant_bytes
         self.random = random.Random(seed)
         self.sizes = graph.tensor_bytes
@@ -116,7 +126,11 @@ class LocalSearch:
         seconds = self.cost(steps)
         rounds = 3 * len(self.seconds)
         reach = self.random.choice((0.0, 0.5, 1.0)) if noise else 0.5
-        while seconds < seconds_limit and rounds:
+        while (
+            seconds < seconds_limit
+            and rounds
+            and time.monotonic() < self.deadline
+        ):
             usage = self.usage(steps)
             worst = max(range(len(usage)), key=usage.__getitem__)
             if usage[worst] <= self.budget_bytes:
@@ -200,17 +214,23 @@ class LocalSearch:
 
     def tighten(self, steps: list[int]) -> list[int]:
         """Takes out every repeat for which there is room, dear ones first."""
+        while time.monotonic() < self.deadline:
+            shorter = self._without_one(steps)
+            if shorter is None:
+                break
+            steps = shorter
+        return steps
+
+    def _without_one(self, steps: list[int]) -> list[int] | None:
         order = self.repeats(steps)
         order.sort(key=lambda step: -self.seconds[steps[step]])
         usage, events = self.usage(steps), self.events(steps)
-        removed: set[int] = set()
         for step in order:
-            if step in removed or not self._fits(steps, step, usage, events):
-                continue
-            shorter = self.without(steps, {step})
-            if self.peak(shorter) <= self.budget_bytes:
-                return self.tighten(shorter)
-        return steps
+            if self._fits(steps, step, usage, events):
+                shorter = self.without(steps, {step})
+                if self.peak(shorter) <= self.budget_bytes:
+                    return shorter
+        return None
 
     def _fits(self, steps, step, usage, events) -> bool:
         """Whether the last copy could stay until what this step makes."""
