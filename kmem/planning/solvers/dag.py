@@ -167,19 +167,24 @@ class _Search:
 
     def _construct(self, program: list[int]) -> None:
         """The best of what the heuristics find in a third of the time."""
-        give_up = 4 * self.graph.seconds
+        share, found = self.seconds_limit / 3, []
         for heuristic in HEURISTICS.values():
-            found = run_within(self.graph, self.budget_bytes, heuristic)
-            if found is not None:
-                self._accept(self.local.tighten(list(found)))
-            if self.passed > self.seconds_limit / 3:
+            if found and self.passed > share:
                 break
+            schedule = run_within(self.graph, self.budget_bytes, heuristic)
+            if schedule is not None:
+                found.append(list(schedule))
         for noise in (0.0, 0.3, 0.3):
-            if self.best and self.passed > self.seconds_limit / 3:
+            if found and self.passed > share:
                 break
-            repaired = self.local.repair(program, give_up, noise)
+            repaired = self.local.repair(program, 4 * self.graph.seconds, noise)
             if repaired is not None:
-                self._accept(self.local.tighten(repaired))
+                found.append(repaired)
+        found.sort(key=self.local.cost)
+        for steps in found:
+            self._accept(steps)
+            if self.passed < share:
+                self._accept(self.local.tighten(steps))
 
     def _descend(self, steps: list[int]) -> None:
         """Lowers the peak little by little, to the budget or as far as it

@@ -35,12 +35,12 @@ class Heuristic:
 
 
 HEURISTICS = {
-    "h_DTR_local": Heuristic(evicted.Own, stale=True),
-    "h_DTR_eq": Heuristic(evicted.Neighbourhood, stale=True),
     "h_DTR": Heuristic(evicted.Ancestors, stale=True),
-    "MSPS": Heuristic(evicted.Ancestors),
     "next_read": Heuristic(evicted.Ancestors, ahead=True),
+    "MSPS": Heuristic(evicted.Ancestors),
+    "h_DTR_eq": Heuristic(evicted.Neighbourhood, stale=True),
     "next_read_eq": Heuristic(evicted.Neighbourhood, ahead=True),
+    "h_DTR_local": Heuristic(evicted.Own, stale=True),
 }
 
 

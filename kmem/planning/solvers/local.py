@@ -215,22 +215,24 @@ class LocalSearch:
     def tighten(self, steps: list[int]) -> list[int]:
         """Takes out every repeat for which there is room, dear ones first."""
         while time.monotonic() < self.deadline:
-            shorter = self._without_one(steps)
+            usage, events = self.usage(steps), self.events(steps)
+            fitting = [
+                step
+                for step in self.repeats(steps)
+                if self._fits(steps, step, usage, events)
+            ]
+            fitting.sort(key=lambda step: -self.seconds[steps[step]])
+            shorter = None
+            while fitting and shorter is None:
+                # Each has room, but all of them may not.
+                shorter = self.without(steps, set(fitting))
+                if self.peak(shorter) > self.budget_bytes:
+                    shorter = None
+                    fitting = fitting[: len(fitting) // 2]
             if shorter is None:
                 break
             steps = shorter
         return steps
-
-    def _without_one(self, steps: list[int]) -> list[int] | None:
-        order = self.repeats(steps)
-        order.sort(key=lambda step: -self.seconds[steps[step]])
-        usage, events = self.usage(steps), self.events(steps)
-        for step in order:
-            if self._fits(steps, step, usage, events):
-                shorter = self.without(steps, {step})
-                if self.peak(shorter) <= self.budget_bytes:
-                    return shorter
-        return None
 
     def _fits(self, steps, step, usage, events) -> bool:
         """Whether the last copy could stay until what this step makes."""
