@@ -200,7 +200,7 @@ class LocalSearch:
                 origin = maker[source]
                 if last >= worst:
                     room = self.budget_bytes - size
-                    if all(u <= room for u in usage[last + 1 : after]):
+                    if max(usage[last + 1 : after], default=0) <= room:
                         continue  # It can be kept a little longer.
                 elif not operations[origin].recomputable or (
                     4 * size <= self.sizes[tensor]
@@ -243,7 +243,7 @@ class LocalSearch:
                 continue  # Nothing reads this copy.
             room = self.budget_bytes - self.sizes[tensor]
             last = happened[at - 1] >> 1
-            if any(u > room for u in usage[last + 1 : step]):
+            if max(usage[last + 1 : step], default=0) > room:
                 return False
         return True
 
