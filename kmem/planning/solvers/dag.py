@@ -7,7 +7,8 @@ graph, the answer is proved best among staged schedules. Without OR-tools (the
 extra `plan`) local search is all there is: it still finds a plan, and CP-SAT
 makes it better.
 
-Not done here: chains, for which a dynamic program is exact and quicker.
+Not done here: chains, for which a dynamic program is exact and quicker; and
+solving equal parts, such as the blocks of a transformer, once for all.
 """
 
 import dataclasses
@@ -141,17 +142,16 @@ class _Search:
     def passed(self) -> float:
         return time.monotonic() - self.started
 
-    def _accept(self, steps: list[int]) -> bool:
+    def _accept(self, steps: list[int]) -> None:
         seconds = self.local.cost(steps)
         # Sums in another order differ in the last digits.
         if seconds >= self.best_seconds * (1 - 1e-12):
-            return False
+            return
         self.best, self.best_seconds = steps, seconds
         if seconds <= self.bound * (1 + 1e-12):
             self.is_optimal = True
         if self.progress:
             self.progress(self.passed, seconds)
-        return True
 
     def begin(self) -> None:
         """Finds a schedule within the budget by any means."""
@@ -253,7 +253,10 @@ class _Search:
         left = max(0.1, self.seconds_limit - self.passed)
         whole = len(free) == self.num_recomputable
         forward = self.size == graph.num_forward
-        if not (whole or forward):
+        if whole or forward:
+            # Either proves much, and takes long.
+            left /= 2
+        else:
             left = min(left, _TURN_SECONDS)
         begin = self.passed
         answer = resolve(graph, slots, self.budget_bytes, solver, left)
