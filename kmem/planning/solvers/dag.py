@@ -12,6 +12,7 @@ solving equal parts, such as the blocks of a transformer, once for all.
 """
 
 import dataclasses
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -186,12 +187,12 @@ class _Search:
             if self.passed < share:
                 self._accept(self.local.tighten(steps))
 
-    def _descend(self, steps: list[int]) -> None:
+    def _descend(self, program: list[int]) -> None:
         """Lowers the peak little by little, to the budget or as far as it
         goes."""
-        wanted = self.local.budget_bytes
+        steps, wanted = program, self.local.budget_bytes
         peak = self.local.peak(steps)
-        step, give_up = 0.1, 20 * self.graph.seconds
+        step, give_up = 0.1, 5 * self.graph.seconds
         feasible = peak_lower_bound(self.graph) <= self.budget_bytes
         floor = max(wanted, peak_lower_bound(self.graph) - self._constant)
         share = self.seconds_limit / (2 if feasible else 10)
@@ -200,8 +201,10 @@ class _Search:
             if target >= peak:
                 break
             self.local.budget_bytes = target
-            for noise in (0.0, 0.3, 0.5):
-                found = self.local.repair(steps, give_up, noise)
+            for start, noise in itertools.product(
+                (steps, program), (0.0, 0.3, 0.5)
+            ):
+                found = self.local.repair(start, give_up, noise)
                 if found is not None:
                     steps = self.local.tighten(found)
                     peak = self.local.peak(steps)
