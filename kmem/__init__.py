@@ -10,6 +10,7 @@ versions.check()
 
 from kmem import callbacks as callbacks  # noqa: E402
 from kmem import memory as memory  # noqa: E402
+from kmem.keras_graph.profiling import profile as profile  # noqa: E402
 from kmem.options import DTR as DTR  # noqa: E402
 from kmem.options import Genetic as Genetic  # noqa: E402
 from kmem.options import GradientAccumulation as GradientAccumulation  # noqa: E402
@@ -18,6 +19,8 @@ from kmem.options import MicroBatches as MicroBatches  # noqa: E402
 from kmem.options import MixedPrecision as MixedPrecision  # noqa: E402
 from kmem.options import Remat as Remat  # noqa: E402
 from kmem.options import Sharding as Sharding  # noqa: E402
+from kmem.planner import plan as plan  # noqa: E402
+from kmem.planning.plan import Plan as Plan  # noqa: E402
 from kmem.trainer import Model as Model  # noqa: E402
 from kmem.trainer import wrap as wrap  # noqa: E402
 from kmem.versions import __version__ as __version__  # noqa: E402

@@ -1,6 +1,5 @@
 """The shapes of the batches that `fit` will train on, before it starts."""
 
-import itertools
 import json
 from collections.abc import Iterator
 from collections.abc import MutableMapping
@@ -30,7 +29,7 @@ def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
         return specs_of(x[0])
     if isinstance(x, Iterator):
         first = next(x)
-        arguments["x"] = itertools.chain([first], x)
+        arguments["x"] = _chained(first, x)
         return specs_of(first)
     rows = batch_rows(arguments)
     if rows is None:
@@ -104,6 +103,12 @@ def describe(batch) -> str:
         for spec in keras.tree.flatten(batch)
         if spec is not None
     )
+
+
+def _chained(first, rest: Iterator) -> Iterator:
+    """A generator, since Keras takes no other iterator."""
+    yield first
+    yield from rest
 
 
 def _spec(leaf) -> tf.TensorSpec | None:

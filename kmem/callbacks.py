@@ -6,11 +6,16 @@ if it happens in a step; if another callback raises, the model trains with
 the options' function until its next `fit` or `compile`.
 """
 
+from typing import Any
+
 import keras
 
+from kmem import batches
 from kmem import options
+from kmem import planner
 from kmem.monitor import MemoryMonitor as MemoryMonitor
 from kmem.session import Session
+from kmem.session import check
 
 
 class EndOfGroup(keras.callbacks.Callback):
@@ -60,9 +65,43 @@ class MemoryOptions(EndOfGroup):
 
     def on_train_begin(self, logs=None):
         self._remove()
-        if self.options and self.model is not None:
-            self._session = Session.of(self.model, self.options)
-            self._session.install(guard=True)
+        if not self.options or self.model is None:
+            return
+        remat = self.options.remat
+        if remat is None:
+            self._install(self.options)
+        elif remat.plan is not None:
+            self._install(planner.with_plan(self.model, self.options, None))
+        else:
+            self._plan_later()
+
+    def _plan_later(self):
+        """A callback learns of the batches' shapes from the first one."""
+        model: Any = self.model
+        check(model, self.options)
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        if model.steps_per_execution != 1 or replicas != 1:
+            raise ValueError(
+                "`remat` must be a `kmem.Plan` in a callback if the model "
+                "runs several steps at once, or has several replicas. "
+                f"Received: steps_per_execution={model.steps_per_execution}, "
+                f"{replicas} replicas"
+            )
+        plain = model.train_function
+
+        def first_step(iterator):
+            model.train_function = plain
+            data = next(iterator)
+            batch = batches.specs_of(data)
+            self._install(planner.with_plan(model, self.options, batch))
+            return model.train_function(iter([data]))
+
+        model.train_function = first_step
+
+    def _install(self, options):
+        model: Any = self.model
+        self._session = Session.of(model, options)
+        self._session.install(guard=True)
 
     def on_train_end(self, logs=None):
         self._remove()
@@ -94,3 +133,10 @@ class MixedPrecision(MemoryOptions):
     def __init__(self, *args, **kwargs):
         option = options.MixedPrecision(*args, **kwargs)
         super().__init__(mixed_precision=option)
+
+
+class Remat(MemoryOptions):
+    """`MemoryOptions(remat=...)`, likewise."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(remat=options.Remat(*args, **kwargs))

@@ -15,6 +15,10 @@ _MODULES = {
         "kmem.demo",
         "Train the same model with and without kmem, and compare.",
     ),
+    "plan": (
+        "kmem.plan_command",
+        "Plan what a saved model's training step recomputes.",
+    ),
 }
 
 

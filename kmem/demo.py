@@ -167,7 +167,8 @@ def _computes_bfloat16() -> bool:
 def _digits() -> tuple[np.ndarray, np.ndarray]:
     from sklearn.datasets import load_digits
 
-    images, labels = load_digits(return_X_y=True)
+    data: Any = load_digits(return_X_y=True)
+    images, labels = data
     images = images.reshape(-1, 8, 8, 1).astype("float32") / 16
     return images[:NUM_ROWS], labels[:NUM_ROWS]
 

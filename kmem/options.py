@@ -144,8 +144,7 @@ class Remat:
             the smallest predicted peak whose predicted slowdown is at most
             1.3x.
         solver: `"optimal"`, `"sqrt"` or `Genetic(...)`.
-        plan: A `kmem.Plan`, or the path of a saved one (`.json`), instead of
-            a budget.
+        plan: A `kmem.Plan` or the path of one (`.json`), without a budget.
 
     Raises:
         ValueError: If a field is not of this form.
@@ -160,19 +159,12 @@ class Remat:
             _set(self, budget=_budget(self.budget, "remat"))
         if not isinstance(self.solver, Genetic):
             _one_of(self.solver, "solver", ("optimal", "sqrt"))
-        if not (
-            self.plan is None
-            or isinstance(self.plan, str | os.PathLike)
-            or hasattr(self.plan, "segments")
-        ):
+        given = self.plan is not None
+        if given and not (_is_plan(self.plan) and self.budget == "auto"):
             raise ValueError(
-                "`plan` must be a `kmem.Plan` or the path of one. "
-                f"Received: plan={self.plan!r}"
-            )
-        if self.plan is not None and self.budget != "auto":
-            raise ValueError(
-                "`remat` takes a plan or a budget, not both. Received: "
-                f"plan={self.plan!r}, budget={self.budget!r}"
+                "`plan` must be a `kmem.Plan` or the path of one, and goes "
+                f"without a budget. Received: plan={self.plan!r}, "
+                f"budget={self.budget!r}"
             )
 
 
@@ -330,12 +322,14 @@ def split_options(arguments: dict[str, Any], known: set[str]) -> MemoryOptions:
 def _parse_remat(value):
     if isinstance(value, Remat):
         return value
-    is_path = isinstance(value, os.PathLike) or (
-        isinstance(value, str) and value.endswith(".json")
-    )
-    if is_path or hasattr(value, "segments"):
-        return Remat(plan=value)
-    return Remat(budget=value)
+    return Remat(plan=value) if _is_plan(value) else Remat(budget=value)
+
+
+def _is_plan(value) -> bool:
+    """Whether it is a plan, which this module does not know, or its path."""
+    is_path = isinstance(value, str) and value.endswith(".json")
+    is_path = is_path or isinstance(value, os.PathLike)
+    return is_path or hasattr(value, "segments")
 
 
 def _parse_dtr(value):

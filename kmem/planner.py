@@ -94,25 +94,42 @@ def plan(
     return make_plan(model, specs, options, costs, verbose)
 
 
-def planned(
+def planned_for_fit(
     model: keras.Model,
     options: MemoryOptions,
     arguments: MutableMapping[str, Any],
+) -> MemoryOptions:
+    """`with_plan`, for what `fit` is given."""
+    batch = batches.fit_batch(arguments)
+    reserved = 0 if batch is None else _pipeline_bytes(arguments, batch)
+    verbose = 0 if arguments.get("verbose", "auto") in (0, 2) else 1
+    return with_plan(model, options, batch, reserved, verbose)
+
+
+def with_plan(
+    model: keras.Model,
+    options: MemoryOptions,
+    batch: Any,
+    reserved_bytes: int = 0,
+    verbose: int = 0,
 ) -> MemoryOptions:
     """Options in which `remat` is a plan: the one given, or one made now.
 
     Args:
         model: The model, which is built if need be.
-        options: The options of `fit`.
-        arguments: Those of `fit`.
+        options: The options, with `remat`.
+        batch: What all replicas get in a step, as `tf.TensorSpec`s, or `None`
+            if that is not known.
+        reserved_bytes: What the device holds besides, and does not yet.
+        verbose: 1 shows progress.
 
     Raises:
         ValueError: If the plan is for other batches, if none fits in the
-            budget, or if `fit` cannot tell the shapes of its batches.
+            budget, or if the shapes of the batches are not known.
     """
-    batch = batches.fit_batch(arguments)
     if batch is not None:
-        batch = _of_replica(model, batch)
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        batch = batches.part_of(batch, replicas)
         _build(model, batch)
     given = options.remat.plan
     if given is not None:
@@ -120,14 +137,14 @@ def planned(
         _check_batch(made, options, batch)
     elif batch is None:
         raise ValueError(
-            "`remat` must be a `kmem.Plan` if `fit` cannot tell the shapes of "
-            "its batches: make one with `kmem.plan(model, batch)`. Received: "
-            f"remat={options.remat.budget!r}"
+            "`remat` must be a `kmem.Plan` if the shapes of the batches "
+            "cannot be told: make one with `kmem.plan(model, batch)`. "
+            f"Received: remat={options.remat.budget!r}"
         )
     else:
-        verbose = 0 if arguments.get("verbose", "auto") in (0, 2) else 1
-        reserved = _pipeline_bytes(arguments, batch)
-        made = make_plan(model, batch, options, "measured", verbose, reserved)
+        made = make_plan(
+            model, batch, options, "measured", verbose, reserved_bytes
+        )
         if verbose:
             print(made.summary())
     return dataclasses.replace(options, remat=Remat(plan=made))
@@ -236,12 +253,6 @@ class _Planner:
             resident_bytes=resident,
             lower_bound_seconds=self._chooser.lower_bound_seconds(within),
         )
-
-
-def _of_replica(model: keras.Model, batch) -> Any:
-    return batches.part_of(
-        batch, model.distribute_strategy.num_replicas_in_sync
-    )
 
 
 def _pipeline_bytes(arguments: MutableMapping[str, Any], batch) -> int:

@@ -146,14 +146,10 @@ class Session:
             model.jit_compile = jit_compile
             model.train_function, model.test_function = plain
 
-    def trains(self, options: MemoryOptions) -> bool:
-        """Whether this session's function is on the model, for `options`."""
+    def trains(self) -> bool:
+        """Whether this session's function is on the model."""
         function = self._functions.get("train_function")
-        return (
-            function is not None
-            and self.model.train_function is function
-            and self.options == options
-        )
+        return function is not None and self.model.train_function is function
 
     def remove(self) -> None:
         """Gives the model its own functions back. May be called twice."""

@@ -6,6 +6,7 @@ import inspect
 
 import keras
 
+from kmem import batches
 from kmem import planner
 from kmem.callbacks import EndOfGroup
 from kmem.options import MemoryOptions
@@ -35,6 +36,10 @@ class MemoryFit:
                     of their union.
                 mixed_precision: `"bfloat16"`, `"float16"` or
                     `kmem.MixedPrecision(...)`. This one changes the numbers.
+                remat: Keep part of the forward pass, recompute the rest:
+                    `"auto"`, a budget in bytes or as `"2GB"`, a share of the
+                    unplanned peak, a `kmem.Plan`, the path of one, or
+                    `kmem.Remat(...)`.
 
         Returns:
             Keras's `History`.
@@ -183,7 +188,7 @@ def _fit(model, keras_fit, args, kwargs):
     check(model, options)
     check_batch(given, options)
     if options.remat is not None:
-        options = planner.planned(model, options, given)
+        options = planner.planned_for_fit(model, options, given)
     session = Session.of(model, options)
     place = given.maps[1] if "callbacks" in given.maps[1] else given.maps[0]
     place["callbacks"] = _with_callback(
@@ -199,19 +204,27 @@ def _fit(model, keras_fit, args, kwargs):
 def _train_on_batch(model, keras_train_on_batch, args, kwargs):
     """Keras's `train_on_batch`, under `model.memory_options`."""
     options = model.memory_options
-    session = vars(model).get(_SESSION)
+    asked, session = vars(model).get(_SESSION, (None, None))
     if not options:
         _end_train_on_batch(model)
-    elif session is None or not session.trains(options):
+    elif asked != options or not session.trains():
         _end_train_on_batch(model)
-        session = Session.of(model, options)
+        made = options
+        if options.remat is not None:
+            check(model, options)
+            given = inspect.signature(keras_train_on_batch)
+            given = given.bind(*args, **kwargs).arguments
+            names = ("x", "y", "sample_weight")
+            data = keras.utils.pack_x_y_sample_weight(*map(given.get, names))
+            made = planner.with_plan(model, options, batches.specs_of(data))
+        session = Session.of(model, made)
         session.install(test_step=False)
-        object.__setattr__(model, _SESSION, session)
+        object.__setattr__(model, _SESSION, (options, session))
     return keras_train_on_batch(*args, **kwargs)
 
 
 def _end_train_on_batch(model) -> None:
-    session = vars(model).pop(_SESSION, None)
+    _, session = vars(model).pop(_SESSION, (None, None))
     if session is not None:
         session.remove()
 

@@ -15,6 +15,7 @@ import pytest
 LAYERS = (
     {"units", "versions", "options", "native", "memory", "monitor"},
     {
+        "batches",
         "capture",
         "loss_terms",
         "ordering",
@@ -27,17 +28,18 @@ LAYERS = (
     },
     {"keras_graph", "dtr", "sharding"},
     {"multilevel", "autotune"},
-    {"session", "trainer", "callbacks"},
-    {"report", "demo", "cli", "__init__"},
+    {"session", "rehearsal", "planner", "trainer", "callbacks"},
+    {"report", "demo", "plan_command", "cli", "__init__"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 MAX_FILE_LINES = 400
 # A budget makes every addition ask what it is worth, and whether something
 # can go. Raise it in the change that needs it, and say why there.
-MAX_TOTAL_LINES = 4500
+MAX_TOTAL_LINES = 12000
 
 FRAMEWORKS = {"tensorflow", "keras"}
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 # Heavy or optional: imported by the function that needs them.
 ONLY_IN_FUNCTIONS = {"matplotlib", "ortools"}
 
@@ -64,7 +66,8 @@ def unit(module: str) -> str:
 
 
 def imported_names(tree: ast.AST, functions: bool = True) -> list[str]:
-    """Dotted names that a module imports, in or out of its functions."""
+    """Dotted names that a module imports; those that it runs at its top
+    only, without `functions`."""
     names = []
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
@@ -79,11 +82,20 @@ def imported_names(tree: ast.AST, functions: bool = True) -> list[str]:
             and isinstance(node.args[0], ast.Constant)
         ):
             names.append(str(node.args[0].value))
-        if functions or not isinstance(
-            node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        if functions or not (
+            isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+            )
+            or is_for_types(node)
         ):
             names += imported_names(node, functions)
     return names
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(
+        node.test
+    )
 
 
 def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:

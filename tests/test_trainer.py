@@ -359,7 +359,6 @@ BAD = [
     ({"memory_budget": "5 GBs"}, ValueError, "number of bytes"),
     ({"remat": "auto", "dtr": True}, ValueError, "exclude each other"),
     ({"memory_budget": "8GB"}, NotImplementedError, "`memory_budget`"),
-    ({"remat": "auto"}, NotImplementedError, "`remat`"),
     ({"dtr": True}, NotImplementedError, "`dtr`"),
     ({"sharding": "full"}, NotImplementedError, "`sharding`"),
 ]

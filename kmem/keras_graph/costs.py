@@ -10,6 +10,7 @@ does not do: see what TensorFlow fuses across layers.
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -296,9 +297,8 @@ def _measure(run: Callable, *specs) -> _Run:
 def _random(spec: tf.TensorSpec) -> tf.Tensor:
     if spec.dtype.is_floating:
         # Positive, for logarithms and roots.
-        return tf.cast(
-            tf.random.uniform(list(spec.shape), 0.1, 1.0), spec.dtype
-        )
+        shape: Any = spec.shape.as_list()
+        return tf.cast(tf.random.uniform(shape, 0.1, 1.0), spec.dtype)
     return tf.zeros(spec.shape, spec.dtype)
 
 

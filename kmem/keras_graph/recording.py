@@ -274,7 +274,7 @@ class _Recorder(opening.Visitor):
         for each in operations[before:]:
             if each.type not in ALIASES and each.type not in _NO_GRADIENT:
                 known = [self._values.get(root(t).ref()) for t in each.inputs]
-                uses.update(v for v in known if v in reads)
+                uses.update([v for v in known if v is not None])
         self._ends.append(len(operations))
         self.recording.calls.append(
             Call(
@@ -285,7 +285,7 @@ class _Recorder(opening.Visitor):
                 reads,
                 gives,
                 makes,
-                dict(uses),
+                {v: n for v, n in uses.items() if v in reads},
                 tuple(purity.effects(operations[before:])),
                 kept,
             )

@@ -14,7 +14,6 @@ from kmem.planning.solvers.chain import ChainSolver
 from kmem.planning.solvers.flat import Point
 
 MAX_SLOWDOWN = 1.3  # What "auto" accepts.
-_NUM_POINTS = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +55,7 @@ class Chooser:
         if self.solver != "optimal":
             return self._flat(None)
         most = MAX_SLOWDOWN * self.everything.seconds
-        points = [self.everything, *self._chain.frontier(_NUM_POINTS)]
-        return min(
-            (p for p in points if p.seconds <= most),
-            key=lambda p: (p.peak_bytes, p.seconds),
-        )
+        return self._chain.smallest_within(most)
 
     def lower_bound_seconds(self, budget_bytes: int) -> float:
         """No schedule within the budget is faster, of segments or not."""

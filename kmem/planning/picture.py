@@ -10,6 +10,7 @@ import collections
 import importlib.util
 import os
 from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from kmem.planning.plan import Plan
     from kmem.planning.simulate import Simulation
 
 _GREY = "#80868b"
@@ -39,7 +39,7 @@ _NUM_RUNS = (
 _NUM_NAMES = 5
 
 
-def draw(plan: "Plan", path: str | os.PathLike) -> None:
+def draw(plan: Any, path: str | os.PathLike) -> None:
     """Draws a plan into a file.
 
     Args:
@@ -52,7 +52,7 @@ def draw(plan: "Plan", path: str | os.PathLike) -> None:
     figure(plan).savefig(path, dpi=150)
 
 
-def figure(plan: "Plan") -> "Figure":
+def figure(plan: Any) -> "Figure":
     """Draws a plan as a figure, to be changed or shown in a notebook.
 
     Args:
@@ -79,7 +79,7 @@ def figure(plan: "Plan") -> "Figure":
     return result
 
 
-def _title(plan: "Plan") -> str:
+def _title(plan: Any) -> str:
     saved = 1 - plan.predicted_peak_bytes / plan.unplanned_peak_bytes
     if not plan.segments:
         return "A training step that keeps everything"
@@ -89,7 +89,7 @@ def _title(plan: "Plan") -> str:
     )
 
 
-def _draw_memory(axes: "Axes", plan: "Plan") -> None:
+def _draw_memory(axes: "Axes", plan: Any) -> None:
     graph = plan.network.graph
     base_bytes = plan.resident_bytes + graph.constant_bytes
     highest = plan.unplanned_peak_bytes
@@ -184,7 +184,7 @@ def _runs_again(schedule) -> np.ndarray:
     return np.array([first[i] < step for step, i in enumerate(schedule)])
 
 
-def _draw_stages(axes: "Axes", plan: "Plan") -> None:
+def _draw_stages(axes: "Axes", plan: Any) -> None:
     stages = plan.network.stages
     counts = collections.Counter(plan.schedule)
     edges = np.cumsum([0, *_kept_bytes(plan.network)])
