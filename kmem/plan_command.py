@@ -95,8 +95,11 @@ def _batch(model, rows: int):
     A file does not tell what its targets look like: they are taken to be
     like the predictions, or to be classes where the loss is a sparse one.
     """
+    sequential = isinstance(model, keras.Sequential)
+    inputs = model.inputs[0] if sequential else model.input
+    outputs = model.outputs[0] if sequential else model.output
     specs = keras.tree.map_structure(
-        lambda t: _spec(t.shape, t.dtype, rows), model.input
+        lambda t: _spec(t.shape, t.dtype, rows), inputs
     )
     if not model.compiled:
         return specs
@@ -107,7 +110,7 @@ def _batch(model, rows: int):
             return _spec(output.shape[:-1], "int64", rows)
         return _spec(output.shape, output.dtype, rows)
 
-    return specs, keras.tree.map_structure(target, model.output)
+    return specs, keras.tree.map_structure(target, outputs)
 
 
 def _spec(shape, dtype: str, rows: int) -> tf.TensorSpec:

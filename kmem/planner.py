@@ -187,7 +187,7 @@ class _Planner:
             return self._measured(self._chooser.auto(), None, resident)[0]
         if isinstance(budget, float):
             unplanned = resident + self._chooser.everything.peak_bytes
-            budget = int(budget * unplanned)
+            budget = int(budget * (unplanned + reserved_bytes))
         budget -= reserved_bytes
         best: Plan | None = None
         found: Any = None

@@ -94,7 +94,7 @@ class Plan:
         """How much faster a schedule might be, at most: 0.01 is 1 %."""
         if not self.lower_bound_seconds:
             return 0.0
-        return self.predicted_seconds / self.lower_bound_seconds - 1
+        return max(0.0, self.predicted_seconds / self.lower_bound_seconds - 1)
 
     @functools.cached_property
     def schedule(self) -> tuple[int, ...]:
