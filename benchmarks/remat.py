@@ -42,6 +42,7 @@ def train(name, mode, way, plan=None):
     """Trains until standard input ends; answers with each step's numbers."""
     import keras
     import remat_by_hand
+    import tensorflow as tf
 
     import kmem
 
@@ -75,10 +76,11 @@ def train(name, mode, way, plan=None):
     if options:
         model = kmem.wrap(model)
     model.fit(
-        x,
-        y,
-        batch_size=len(x),
+        # Nothing of an input pipeline but the batch is in memory.
+        tf.data.Dataset.from_tensors((x, y)).repeat(),
+        steps_per_epoch=1,
         epochs=10**9,
+        shuffle=False,
         verbose=0,
         callbacks=[Steps()],
         **options,
@@ -183,15 +185,19 @@ def rows(name, mode, num_steps):
             yield beside(keras, name, mode, way, num_steps)
         held = keras.answers[-1]["held_bytes"]
         above = max(a["peak_bytes"] for a in keras.answers[1:]) - held
-        budgets = [str(int(held + share * above)) for share in SHARES]
+        budgets = {
+            f"kmem, {share}: {(held + share * above) / 1e6:.1f} MB": str(
+                int(held + share * above)
+            )
+            for share in SHARES
+        }
+        budgets["kmem, auto"] = "auto"
         with tempfile.TemporaryDirectory() as folder:
-            with Process(plan, name, mode, folder, *budgets, "auto") as planner:
-                answers = planner.ask()
-            count = len(budgets) + 1
-            plans = answers.get("plans", [answers] * count)
-            for made, share in zip(plans, (*SHARES, "auto"), strict=True):
-                way = f"kmem, {share}"
-                yield beside(keras, name, mode, way, num_steps, made)
+            with Process(plan, name, mode, folder, *budgets.values()) as made:
+                answer = made.ask()
+            plans = answer.get("plans", [answer] * len(budgets))
+            for way, planned in zip(budgets, plans, strict=True):
+                yield beside(keras, name, mode, way, num_steps, planned)
 
 
 def beside(keras, name, mode, way, num_steps, made=None):
@@ -212,7 +218,6 @@ def row(name, mode, way, answers, keras, made=None):
     head = f"| {name} | {mode} | {way} |"
     if "error" in answers[-1]:
         return f"{head} {answers[-1]['error']} | | | | |"
-
     peak = max(a["peak_bytes"] for a in answers[1:]) / 1e6
     pairs = zip(answers[1:], keras[1:], strict=True)
     time = statistics.median(a["seconds"] / k["seconds"] for a, k in pairs)
