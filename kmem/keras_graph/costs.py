@@ -20,6 +20,7 @@ from kmem import memory
 from kmem.keras_graph.recording import Call
 from kmem.keras_graph.recording import num_bytes
 from kmem.keras_graph.recording import root
+from kmem.remat import state
 
 # A processor of no particular make, for times that are computed.
 _FLOPS_PER_SECOND = 1e11
@@ -70,9 +71,7 @@ def cost_of(call: Call, measured: bool) -> Cost:
         call: A call of a layer or operation.
         measured: Whether seconds are measured; computed otherwise.
     """
-    step = _Step(call)
-    with capture.DiscardedState():
-        return step.cost(measured)
+    return _Step(call).cost(measured)
 
 
 class _Step:
@@ -89,7 +88,10 @@ class _Step:
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
             args_, kwargs_ = keras.tree.pack_sequence_as((args, kwargs), filled)
-            outputs = keras.tree.flatten(call.operation(*args_, **kwargs_))
+            # Each trace has assignments of its own.
+            with capture.DiscardedState(), state.restored(call.ambient, []):
+                outputs = call.function(*args_, **kwargs_)
+            outputs = keras.tree.flatten(outputs)
             return [output for output in outputs if tf.is_tensor(output)]
 
         self._run = run

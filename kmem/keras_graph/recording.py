@@ -18,6 +18,7 @@ import tensorflow as tf
 from kmem import capture
 from kmem.keras_graph import opening
 from kmem.remat import purity
+from kmem.remat import state
 
 # Their result is the memory of their first input.
 ALIASES = frozenset(
@@ -60,6 +61,8 @@ class Call:
     Attributes:
         name: The layer's name.
         operation: What is called; `None` for what lies between calls.
+        function: Calls it as the model does, in training where that is so.
+        ambient: What is around the call; see `kmem.remat.state`.
         arguments: Its positional and keyword arguments, tensors of the trace.
         results: The tensors that it gives.
         reads: The value of each tensor among the arguments, `None` if that is
@@ -74,6 +77,8 @@ class Call:
 
     name: str
     operation: Any
+    function: Any
+    ambient: dict[str, Any]
     arguments: tuple[tuple, dict]
     results: tuple[tf.Tensor, ...]
     reads: tuple[int | None, ...]
@@ -252,6 +257,7 @@ class _Recorder(opening.Visitor):
         arguments = _tensors((args, kwargs))
         self._record_between(name, arguments)
         before = len(_graph().get_operations())
+        called = function, state.ambient()
         self._frames.append(None)
         try:
             outputs = function(*args, **kwargs)
@@ -259,12 +265,12 @@ class _Recorder(opening.Visitor):
             self._frames.pop()
         results = _tensors(outputs)
         self._append(
-            name, operation, (args, kwargs), arguments, results, before
+            name, operation, called, (args, kwargs), arguments, results, before
         )
         return outputs
 
     def _append(
-        self, name, operation, arguments, read, results, before, kept=0
+        self, name, operation, called, arguments, read, results, before, kept=0
     ):
         operations = _graph().get_operations()
         reads = tuple(self._values.get(root(t).ref()) for t in read)
@@ -280,6 +286,7 @@ class _Recorder(opening.Visitor):
             Call(
                 name,
                 operation,
+                *called,
                 arguments,
                 results,
                 reads,
@@ -349,7 +356,14 @@ class _Recorder(opening.Visitor):
             waiting += tensor.op.inputs
         before = self._ends[-1] if self._ends else 0
         self._append(
-            f"before {name}", None, ((), {}), read, tuple(unknown), before, kept
+            f"before {name}",
+            None,
+            (None, {}),
+            ((), {}),
+            read,
+            tuple(unknown),
+            before,
+            kept,
         )
 
 
