@@ -18,6 +18,7 @@ import tensorflow as tf
 from kmem import batches
 from kmem import memory
 from kmem.capture import all_layers
+from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
 from kmem.options import Genetic
 from kmem.options import MemoryOptions
@@ -34,8 +35,12 @@ from kmem.session import option_precision
 # How often a plan is corrected, and from what on that is worth it.
 _MAX_REHEARSALS = 4
 _SLACK = 0.05
+# Steps do not all have the same peak: their operations' order differs.
+_MARGIN = 0.01
 _OUT_OF_MEMORY_STEP = 0.1
 _BATCHES_READY = 3
+_MAX_KNOWN = 16
+_known: dict[tuple, tuple[int, Plan]] = {}
 
 
 def plan(
@@ -158,14 +163,31 @@ def make_plan(
     verbose: int,
     reserved_bytes: int = 0,
 ) -> Plan:
-    """Plans a step under the options, of which `remat` tells the budget."""
+    """Plans a step under the options, of which `remat` tells the budget.
+
+    A plan for a model of the same structure and for the same budget is not
+    made again.
+    """
     count = options.microbatches.count if options.microbatches else 1
     part = batches.part_of(batch, count)
     with option_precision(model, options):
         recording = profiling.record_batch(model, part)
+        key = (
+            matching.structure(recording),
+            *(batches.to_json(batch), options, costs, reserved_bytes),
+            *(_mode(model), type(getattr(model, "optimizer", None)).__name__),
+        )
+        in_use, known = _known.get(key, (0, None))
+        # What else is in memory is part of the peak.
+        if known is not None and memory.current() <= in_use:
+            return known
         profile = profiling.measure(recording, costs == "measured", verbose)
     planner = _Planner(model, batch, part, options, profile.network)
-    return planner.plan(reserved_bytes)
+    made = planner.plan(reserved_bytes)
+    _known[key] = memory.current(), made
+    while len(_known) > _MAX_KNOWN:
+        _known.pop(next(iter(_known)))
+    return made
 
 
 class _Planner:
@@ -184,75 +206,81 @@ class _Planner:
         budget = self._options.remat.budget
         resident = memory.current()
         if budget == "auto":
-            return self._measured(self._chooser.auto(), None, resident)[0]
+            return self._measured(self._chooser.auto(), None, resident)
         if isinstance(budget, float):
             unplanned = resident + self._chooser.everything.peak_bytes
             budget = int(budget * (unplanned + reserved_bytes))
-        budget -= reserved_bytes
+        return self._within(budget - reserved_bytes, resident, reserved_bytes)
+
+    def _within(self, budget: int, resident: int, reserved: int) -> Plan:
+        """The fastest plan that keeps the budget when it is rehearsed."""
+        target = int((1 - _MARGIN) * budget)
         best: Plan | None = None
-        found: Any = None
+        seen: set[tuple] = set()
         for _ in range(_MAX_REHEARSALS):
             try:
-                point = self._chooser.within(budget - resident)
-            except InfeasibleBudget as error:
-                if best is not None:
-                    break
-                raise self._infeasible(
-                    budget, error.smallest_bytes + resident, reserved_bytes
-                ) from error
-            if best is not None and point.segments == best.segments:
+                point = self._chooser.within(target - resident)
+            except InfeasibleBudget:
+                # By the drawing; only a rehearsal can tell.
+                point = self._chooser.smallest
+            if point.segments in seen:
                 break
-            found, fits = self._measured(point, budget, resident)
+            seen.add(point.segments)
+            found = self._measured(point, budget, resident)
+            fits = found.predicted_peak_bytes <= target
             if fits and (
                 best is None or found.predicted_seconds < best.predicted_seconds
             ):
                 best = found
-            enough = (1 - _SLACK) * budget <= found.predicted_peak_bytes
+            enough = found.predicted_peak_bytes >= (1 - _SLACK) * budget
             if fits and (enough or not found.segments):
                 break
             resident = found.resident_bytes
         if best is None:
-            raise self._infeasible(
-                budget, found.predicted_peak_bytes, reserved_bytes
-            )
+            raise self._infeasible(budget, resident, reserved)
         return best
 
-    def _infeasible(self, budget, smallest, reserved) -> InfeasibleBudget:
-        least = memory.current() + peak_lower_bound(self._chooser.network.graph)
+    def _infeasible(self, budget, resident, reserved) -> InfeasibleBudget:
+        graph = self._chooser.network.graph
+        smallest = self._chooser.smallest.peak_bytes
+        # With what the last rehearsal has shown.
         return InfeasibleBudget(
             budget + reserved,
-            smallest + reserved,
-            min(least, smallest) + reserved,
+            int((smallest + resident) / (1 - _MARGIN)) + 1 + reserved,
+            min(peak_lower_bound(graph), smallest) + resident + reserved,
         )
 
-    def _measured(self, point: Point, budget, resident) -> tuple[Plan, bool]:
-        """A plan with what it was seen to need, and whether that fits."""
+    def _measured(self, point: Point, budget, resident) -> Plan:
+        """A plan, with the peak that it was seen to have if it can be run."""
         made = self._made(point, budget, resident)
         if not self._rehearses:
-            return made, True
+            return made
         options = dataclasses.replace(self._options, remat=Remat(plan=made))
-        session = Session(self._model, options)
-        peak = rehearse(session, self._batch)
+        peak = rehearse(Session(self._model, options), self._batch)
         if peak is None:
-            more = int(_OUT_OF_MEMORY_STEP * point.peak_bytes)
-            return self._made(point, budget, resident + more), False
-        found = self._made(point, budget, peak - point.peak_bytes)
-        return found, budget is None or peak <= budget
+            peak = made.predicted_peak_bytes
+            peak += int(_OUT_OF_MEMORY_STEP * point.peak_bytes)
+        return self._made(point, budget, peak - point.peak_bytes)
 
     def _made(self, point: Point, budget, resident) -> Plan:
         model, solver = self._model, self._options.remat.solver
-        mode = "xla" if model.jit_compile else "graph"
         within = point.peak_bytes if budget is None else budget - resident
         return Plan(
             network=self._chooser.network,
             segments=point.segments,
             batch=batches.to_json(self._part),
-            mode="eager" if model.run_eagerly else mode,
+            mode=_mode(model),
             solver=solver if isinstance(solver, str) else "genetic",
             budget_bytes=budget,
             resident_bytes=resident,
             lower_bound_seconds=self._chooser.lower_bound_seconds(within),
         )
+
+
+def _mode(model: keras.Model) -> str:
+    if model.run_eagerly:
+        return "eager"
+    return "xla" if model.jit_compile else "graph"
 
 
 def _pipeline_bytes(arguments: MutableMapping[str, Any], batch) -> int:

@@ -25,6 +25,18 @@ def check(network: Network, recording: Recording) -> None:
         )
 
 
+def structure(recording: Recording) -> tuple:
+    """What makes two recordings the same, as something to look up by."""
+    return tuple(
+        (
+            _base(call.name),
+            call.reads,
+            tuple((v, num_bytes(recording.tensors[v])) for v in call.makes),
+        )
+        for call in recording.calls
+    )
+
+
 def _difference(network: Network, recording: Recording) -> str:
     for index, (stage, call) in enumerate(
         zip(network.stages, recording.calls, strict=False)

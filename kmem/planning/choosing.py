@@ -37,6 +37,13 @@ class Chooser:
     def _chain(self) -> ChainSolver:
         return ChainSolver(self.network)
 
+    @property
+    def smallest(self) -> Point:
+        """The plan with the smallest peak."""
+        if self.solver == "optimal":
+            return self._chain.smallest
+        return self._flat(None)
+
     def within(self, budget_bytes: int) -> Point:
         """The fastest plan within a budget.
 
