@@ -273,6 +273,7 @@ class _Recorder(opening.Visitor):
         self, name, operation, called, arguments, read, results, before, kept=0
     ):
         operations = _graph().get_operations()
+        function, ambient = called
         reads = tuple(self._values.get(root(t).ref()) for t in read)
         makes = self._new_values(results)
         gives = tuple(self._values[root(t).ref()] for t in results)
@@ -286,7 +287,8 @@ class _Recorder(opening.Visitor):
             Call(
                 name,
                 operation,
-                *called,
+                function,
+                ambient,
                 arguments,
                 results,
                 reads,
