@@ -33,14 +33,34 @@ from kmem.session import Session
 from kmem.session import option_precision
 
 # How often a plan is corrected, and from what on that is worth it.
-_MAX_REHEARSALS = 4
+_MAX_REHEARSALS = 3
 _SLACK = 0.05
 # Steps do not all have the same peak: their operations' order differs.
 _MARGIN = 0.01
 _OUT_OF_MEMORY_STEP = 0.1
 _BATCHES_READY = 3
-_MAX_KNOWN = 16
-_known: dict[tuple, tuple[int, Plan]] = {}
+_MAX_LEARNED = 8
+
+
+@dataclasses.dataclass
+class _Learned:
+    """What is known of models of one structure.
+
+    Attributes:
+        chooser: Their plans.
+        extra_bytes: What their steps need beyond what the drawing tells.
+        plans: Those that were made, with what was in memory before, by what
+            was asked for.
+    """
+
+    chooser: Chooser
+    extra_bytes: int = 0
+    plans: dict[tuple, tuple[int, Plan]] = dataclasses.field(
+        default_factory=dict
+    )
+
+
+_learned: dict[tuple, _Learned] = {}
 
 
 def plan(
@@ -165,52 +185,68 @@ def make_plan(
 ) -> Plan:
     """Plans a step under the options, of which `remat` tells the budget.
 
-    A plan for a model of the same structure and for the same budget is not
-    made again.
+    What is learned of a model serves all models of the same structure.
     """
     count = options.microbatches.count if options.microbatches else 1
     part = batches.part_of(batch, count)
+    # The same for all budgets.
+    rest = dataclasses.replace(options, remat=None)
     with option_precision(model, options):
         recording = profiling.record_batch(model, part)
         key = (
-            matching.structure(recording),
-            *(batches.to_json(batch), options, costs, reserved_bytes),
-            *(_mode(model), type(getattr(model, "optimizer", None)).__name__),
+            *(matching.structure(recording), batches.to_json(batch), rest),
+            *(options.remat.solver, costs, _mode(model)),
+            type(getattr(model, "optimizer", None)),
         )
-        in_use, known = _known.get(key, (0, None))
-        # What else is in memory is part of the peak.
-        if known is not None and memory.current() <= in_use:
-            return known
-        profile = profiling.measure(recording, costs == "measured", verbose)
-    planner = _Planner(model, batch, part, options, profile.network)
-    made = planner.plan(reserved_bytes)
-    _known[key] = memory.current(), made
-    while len(_known) > _MAX_KNOWN:
-        _known.pop(next(iter(_known)))
-    return made
+        learned = _learned.pop(key, None)
+        if learned is None:
+            measured = costs == "measured"
+            profile = profiling.measure(recording, measured, verbose)
+            chooser = Chooser(profile.network, options.remat.solver)
+            learned = _Learned(chooser)
+    _learned[key] = learned
+    while len(_learned) > _MAX_LEARNED:
+        _learned.pop(next(iter(_learned)))
+    return _Planner(model, batch, part, options, learned).plan(reserved_bytes)
 
 
 class _Planner:
     """Plans one step, and corrects the plan by rehearsals."""
 
-    def __init__(self, model, batch, part, options: MemoryOptions, network):
+    def __init__(
+        self, model, batch, part, options: MemoryOptions, learned: _Learned
+    ):
         self._model = model
         self._batch = batch
         self._part = part
         self._options = options
-        self._chooser = Chooser(network, options.remat.solver)
+        self._learned = learned
+        self._chooser = learned.chooser
         replicas = model.distribute_strategy.num_replicas_in_sync
         self._rehearses = model.compiled and replicas == 1
+        if model.compiled and not model.optimizer.built:
+            # Its variables are in memory in every step.
+            with keras.name_scope(model.optimizer.name):
+                model.optimizer.build(model.trainable_variables)
+        self._in_use = memory.current()
 
-    def plan(self, reserved_bytes: int) -> Plan:
-        budget = self._options.remat.budget
-        resident = memory.current()
+    def plan(self, reserved: int) -> Plan:
+        asked = self._options.remat.budget, reserved
+        in_use, made = self._learned.plans.get(asked, (0, None))
+        # What else is in memory is part of the peak.
+        if made is None or in_use < self._in_use:
+            made = self._plan(*asked)
+            self._learned.plans[asked] = self._in_use, made
+        return made
+
+    def _plan(self, budget, reserved: int) -> Plan:
+        resident = self._in_use + self._learned.extra_bytes
         if budget == "auto":
             return self._measured(self._chooser.auto(), None, resident)
         if isinstance(budget, float):
             unplanned = resident + self._chooser.everything.peak_bytes
-            budget = int(budget * (unplanned + reserved_bytes))
-        return self._within(budget - reserved_bytes, resident, reserved_bytes)
+            budget = int(budget * (unplanned + reserved))
+        return self._within(budget - reserved, resident, reserved)
 
     def _within(self, budget: int, resident: int, reserved: int) -> Plan:
         """The fastest plan that keeps the budget when it is rehearsed."""
@@ -260,7 +296,9 @@ class _Planner:
         if peak is None:
             peak = made.predicted_peak_bytes
             peak += int(_OUT_OF_MEMORY_STEP * point.peak_bytes)
-        return self._made(point, budget, peak - point.peak_bytes)
+        resident = peak - point.peak_bytes
+        self._learned.extra_bytes = resident - self._in_use
+        return self._made(point, budget, resident)
 
     def _made(self, point: Point, budget, resident) -> Plan:
         model, solver = self._model, self._options.remat.solver
