@@ -220,14 +220,14 @@ def row(name, mode, way, answers, keras, made=None):
         return f"{head} {answers[-1]['error']} | | | | |"
     peak = max(a["peak_bytes"] for a in answers[1:]) / 1e6
     pairs = zip(answers[1:], keras[1:], strict=True)
-    time = statistics.median(a["seconds"] / k["seconds"] for a, k in pairs)
+    ratio = statistics.median(a["seconds"] / k["seconds"] for a, k in pairs)
     predicted_peak = predicted_time = "-"
     if made:
         predicted_peak = f"{made['peak_bytes'] / 1e6:.1f}"
         predicted_time = f"{made['slowdown']:.2f}"
     loss = answers[NUM_LOSS_STEPS]["loss"]
     return (
-        f"{head} {peak:.1f} | {predicted_peak} | {time:.2f} | "
+        f"{head} {peak:.1f} | {predicted_peak} | {ratio:.2f} | "
         f"{predicted_time} | {loss:.5f} |"
     )
 
