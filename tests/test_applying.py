@@ -110,16 +110,22 @@ def test_a_plan_leaves_every_number_as_it_is(make, segments):
     "the order in which it was read: both round otherwise",
     strict=True,
 )
-@pytest.mark.parametrize("activation, num_calls", [("tanh", 2), (None, 3)])
+@pytest.mark.parametrize(
+    "activation, num_calls, segments",
+    [
+        ("tanh", 2, (Segment(0, 1),)),
+        (None, 3, (Segment(0, 1), Segment(4, 5))),
+    ],
+)
 def test_a_segment_around_a_shared_layer_changes_no_rounding(
-    activation, num_calls
+    activation, num_calls, segments
 ):
     def make():
         return Subclassed(activation, num_calls)
 
     want = run(make, ())
 
-    got = run(make, (Segment(0, 1),))
+    got = run(make, segments)
 
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
