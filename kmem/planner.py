@@ -33,7 +33,7 @@ from kmem.session import Session
 from kmem.session import option_precision
 
 # How often a plan is corrected, and from what on that is worth it.
-_MAX_REHEARSALS = 3
+_MAX_REHEARSALS = 6
 _SLACK = 0.05
 # Steps do not all have the same peak: their operations' order differs.
 _MARGIN = 0.01
@@ -244,37 +244,50 @@ class _Planner:
         if budget == "auto":
             return self._measured(self._chooser.auto(), None, resident)
         if isinstance(budget, float):
-            unplanned = resident + self._chooser.everything.peak_bytes
+            everything = self._measured(
+                self._chooser.everything, None, resident
+            )
+            unplanned = everything.predicted_peak_bytes
             budget = int(budget * (unplanned + reserved))
+            resident = everything.resident_bytes
         return self._within(budget - reserved, resident, reserved)
 
     def _within(self, budget: int, resident: int, reserved: int) -> Plan:
         """The fastest plan that keeps the budget when it is rehearsed."""
         target = int((1 - _MARGIN) * budget)
         best: Plan | None = None
-        seen: set[tuple] = set()
-        for _ in range(_MAX_REHEARSALS):
+        tried: set[tuple] = set()
+        for attempt in range(_MAX_REHEARSALS):
+            last = attempt == _MAX_REHEARSALS - 1
+            point = self._point(target - resident, smallest=last)
+            if point.segments in tried:
+                point = self._chooser.smallest
+            if point.segments in tried:
+                break
+            tried.add(point.segments)
+            found = self._measured(point, budget, resident)
+            excess = found.predicted_peak_bytes - target
+            if excess <= 0:
+                if best is None or found.slowdown < best.slowdown:
+                    best = found
+                if not found.segments or -excess <= _SLACK * budget:
+                    break
+            elif best is not None:
+                break
+            # The more attempts have failed, the more is left free.
+            resident = found.resident_bytes + attempt * max(excess, 0)
+        if best is None:
+            raise self._infeasible(budget, found.resident_bytes, reserved)
+        return best
+
+    def _point(self, budget_bytes: int, smallest: bool) -> Point:
+        if not smallest:
             try:
-                point = self._chooser.within(target - resident)
+                return self._chooser.within(budget_bytes)
             except InfeasibleBudget:
                 # By the drawing; only a rehearsal can tell.
-                point = self._chooser.smallest
-            if point.segments in seen:
-                break
-            seen.add(point.segments)
-            found = self._measured(point, budget, resident)
-            fits = found.predicted_peak_bytes <= target
-            if fits and (
-                best is None or found.predicted_seconds < best.predicted_seconds
-            ):
-                best = found
-            enough = found.predicted_peak_bytes >= (1 - _SLACK) * budget
-            if fits and (enough or not found.segments):
-                break
-            resident = found.resident_bytes
-        if best is None:
-            raise self._infeasible(budget, resident, reserved)
-        return best
+                pass
+        return self._chooser.smallest
 
     def _infeasible(self, budget, resident, reserved) -> InfeasibleBudget:
         graph = self._chooser.network.graph
