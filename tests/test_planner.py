@@ -99,6 +99,7 @@ def test_a_step_within_fit_needs_what_was_predicted():
     assert usage.peak_bytes <= 1.05 * plan.predicted_peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["optimal", "sqrt", GENETIC])
 def test_every_solver_gives_plans_that_train_alike(solver):
     want = train(stack())
@@ -186,6 +187,7 @@ def test_planning_leaves_state_and_model_as_they_are(runs_out):
     assert set(vars(model)) == attributes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -211,6 +213,7 @@ def test_eager_steps_follow_a_plan():
     assert_equal(got, want)
 
 
+@pytest.mark.slow
 def test_compiled_steps_follow_a_plan():
     """XLA fuses otherwise: the numbers differ in their last bits."""
     want = train(stack(jit_compile=True, optimizer="sgd"))
