@@ -1,0 +1,223 @@
+"""A planned training step gives plain Keras's numbers, to the bit.
+
+Plans are random, of segments within segments that the network allows: what a
+solver would choose is only some of them.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import kmem
+from kmem import batches
+from kmem.keras_graph import profiling
+from kmem.planning.network import Network
+from kmem.planning.network import Segment
+from kmem.planning.plan import Plan
+
+_NUM_STEPS = 5
+_ROWS = 4
+# XLA fuses a recomputation otherwise than the forward pass, and so rounds
+# otherwise; five steps of SGD let that grow only a little.
+_XLA_TOLERANCE = 1e-4
+
+
+def _conv(x, filters, size=3, activation="relu"):
+    x = layers.Conv2D(filters, size, padding="same", use_bias=False)(x)
+    x = layers.BatchNormalization()(x)
+    return layers.Activation(activation)(x) if activation else x
+
+
+def _classifier(inputs, x):
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
+
+
+def residual_net():
+    inputs = keras.Input((12, 12, 3))
+    x = layers.ZeroPadding2D(1)(inputs)
+    x = _conv(x, 8)
+    for _ in range(3):
+        y = _conv(_conv(x, 4, 1), 4)
+        x = layers.Add()([x, _conv(y, 8, 1, None)])
+        x = layers.Activation("relu")(x)
+    return _classifier(inputs, x)
+
+
+def dense_net():
+    inputs = keras.Input((8, 8, 3))
+    x = _conv(inputs, 8)
+    for _ in range(4):
+        y = layers.Activation("relu")(layers.BatchNormalization()(x))
+        y = layers.Conv2D(4, 3, padding="same", use_bias=False)(y)
+        x = layers.Concatenate()([x, y])
+    return _classifier(inputs, _conv(x, 8, 1))
+
+
+def u_net():
+    inputs = keras.Input((8, 8, 3))
+    fine = _conv(inputs, 4)
+    x = layers.Dropout(0.3)(_conv(layers.MaxPooling2D()(fine), 8))
+    x = layers.Concatenate()([layers.UpSampling2D()(x), fine])
+    return _classifier(inputs, _conv(_conv(x, 4), 4))
+
+
+def squeezing_net():
+    inputs = keras.Input((8, 8, 3))
+    x = _conv(inputs, 8, activation="swish")
+    for _ in range(2):
+        y = _conv(x, 16, 1, "swish")
+        y = layers.DepthwiseConv2D(3, padding="same", use_bias=False)(y)
+        y = layers.Activation("swish")(layers.BatchNormalization()(y))
+        s = layers.GlobalAveragePooling2D(keepdims=True)(y)
+        s = layers.Conv2D(4, 1, activation="swish")(s)
+        s = layers.Conv2D(16, 1, activation="sigmoid")(s)
+        y = _conv(layers.Multiply()([y, s]), 8, 1, None)
+        y = layers.Dropout(0.2, noise_shape=(None, 1, 1, 1))(y)
+        x = layers.Add()([x, y])
+    return _classifier(inputs, x)
+
+
+class Blocks(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first = layers.Conv2D(8, 3, padding="same", activation="relu")
+        self.norms = [layers.BatchNormalization() for _ in range(3)]
+        self.convs = [
+            layers.Conv2D(8, 3, padding="same", activation="relu")
+            for _ in range(3)
+        ]
+        self.pool = layers.GlobalAveragePooling2D()
+        self.head = layers.Dense(5, activation="softmax")
+
+    def call(self, x):
+        x = self.first(x)
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            x = x + conv(norm(x))
+        return self.head(self.pool(x))
+
+
+def subclassed_net():
+    model = Blocks()
+    model(np.zeros((_ROWS, 8, 8, 3), "float32"))
+    return model
+
+
+_NETS = [
+    residual_net,
+    pytest.param(
+        dense_net,
+        marks=pytest.mark.xfail(
+            strict=True, reason="a last bit differs; why is not known yet"
+        ),
+    ),
+    u_net,
+    squeezing_net,
+    subclassed_net,
+]
+
+
+def _made(build, jit_compile: bool = False):
+    keras.utils.set_random_seed(0)
+    model = build()
+    random = np.random.default_rng(0)
+    for variable in model.trainable_variables:
+        noise = 0.1 * random.normal(size=variable.shape)
+        variable.assign(variable + noise.astype("float32"))
+    optimizer = "sgd" if jit_compile else "adam"
+    model.compile(
+        optimizer, "sparse_categorical_crossentropy", jit_compile=jit_compile
+    )
+    size = 12 if build is residual_net else 8
+    x = random.normal(size=(_ROWS * _NUM_STEPS, size, size, 3))
+    y = random.integers(0, 5, _ROWS * _NUM_STEPS)
+    return model, x.astype("float32"), y
+
+
+def _segments(network: Network, random, start, stop, depth=3):
+    """Random segments within stages, in which there are others."""
+    places = list(range(start, stop + 1))
+    allowed = network.allowed(places)
+    found, begin = [], start
+    while depth and begin < stop:
+        ends = [start + e for e in np.flatnonzero(allowed[begin - start])]
+        ends = [e for e in ends if (begin, e) != (start, stop)]
+        if not ends or random.random() < 0.35:
+            begin += 1
+            continue
+        end = int(random.choice(ends))
+        inner = _segments(network, random, begin, end, depth - 1)
+        found.append(Segment(begin, end, inner))
+        begin = end
+    return tuple(found)
+
+
+def _plan(model, x, y, mode: str, seed: int) -> Plan:
+    batch = batches.specs_of((x[:_ROWS], y[:_ROWS]))
+    recording = profiling.record_batch(model, batch)
+    network = profiling.measure(recording, False).network
+    random = np.random.default_rng(seed)
+    segments = _segments(network, random, 0, len(network.stages))
+    return Plan(
+        network=network,
+        segments=segments,
+        batch=batches.to_json(batch),
+        mode=mode,
+        solver="optimal",
+        budget_bytes=None,
+        resident_bytes=0,
+        lower_bound_seconds=1.0,
+    )
+
+
+def _trained(build, seed: int | None, jit_compile: bool = False):
+    """Everything that training changes, and the loss of each step."""
+    model, x, y = _made(build, jit_compile)
+    options = {}
+    if seed is not None:
+        mode = "xla" if jit_compile else "graph"
+        options["remat"] = plan = _plan(model, x, y, mode, seed)
+        assert plan.segments
+        kmem.wrap(model)
+    losses = _Losses()
+    model.fit(
+        x,
+        y,
+        batch_size=_ROWS,
+        shuffle=False,
+        verbose=0,
+        callbacks=[losses],
+        **options,
+    )
+    variables = [*model.variables, *model.optimizer.variables]
+    return [*losses.found, *(v.numpy() for v in variables)]
+
+
+class _Losses(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.found.append(np.array((logs or {})["loss"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", _NETS, ids=lambda build: build.__name__)
+def test_any_plan_trains_as_plain_keras_to_the_bit(build):
+    plain = _trained(build, None)
+    for seed in range(2):
+        planned = _trained(build, seed)
+        for got, expected in zip(planned, plain, strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.slow
+def test_a_plan_in_xla_trains_as_plain_keras_up_to_rounding():
+    plain = _trained(residual_net, None, jit_compile=True)
+    planned = _trained(residual_net, 0, jit_compile=True)
+    for got, expected in zip(planned, plain, strict=True):
+        np.testing.assert_allclose(
+            got, expected, rtol=_XLA_TOLERANCE, atol=_XLA_TOLERANCE
+        )
