@@ -105,9 +105,9 @@ def test_a_plan_leaves_every_number_as_it_is(make, segments):
 
 
 @pytest.mark.xfail(
-    reason="In graphs TensorFlow fuses a product with its tanh where a segment "
-    "ends, and adds up the gradients of a weight that is used three times in "
-    "the order in which it was read: both round otherwise",
+    reason="In graphs the last bit differs: it does not with some of "
+    "TensorFlow's graph optimizer off, but for a weight that is used three "
+    "times, whose gradients may be added up in another order",
     strict=True,
 )
 @pytest.mark.parametrize(
