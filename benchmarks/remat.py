@@ -137,7 +137,7 @@ def first_words(error):
     lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
     told = (x for x in lines if x and not x.startswith("Exception encoun"))
     words = f"{type(error).__name__}: {next(told, '')}".replace("|", "/")
-    return words if len(words) <= 100 else words[:97] + "..."
+    return words if len(words) <= 120 else words[:117] + "..."
 
 
 class Process:
