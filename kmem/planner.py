@@ -109,8 +109,8 @@ def plan(
     layers = [keras.layers.Dense(64, "relu") for _ in range(8)]
     model = keras.Sequential([keras.Input((64,)), *layers])
     model.compile("sgd", "mse")
-    x = np.zeros((512, 64), "float32")
-    plan = kmem.plan(model, (x, x), budget=0.8)
+    x = np.zeros((4096, 64), "float32")
+    plan = kmem.plan(model, (x, x), budget=0.9)
     print(plan.summary())
     ```
     """

@@ -38,11 +38,16 @@ def read_trace(path: str | os.PathLike[str]) -> Graph:
     Example:
 
     ```python
-    from kmem.planning.simulate import simulate
+    import pathlib
+
     from kmem.planning.traces import read_trace
 
-    graph = read_trace("resnet32.log.gz")
-    simulate(graph, graph.program).peak_bytes
+    path = pathlib.Path("step.log")
+    path.write_text(
+        '{"INSTRUCTION": "CONSTANT", "NAME": "x"}\\n'
+        '{"INSTRUCTION": "MEMORY", "NAME": "x", "MEMORY": "8"}\\n'
+    )
+    read_trace(path).constant_bytes  # 8
     ```
     """
     path = pathlib.Path(path)

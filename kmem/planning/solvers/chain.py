@@ -40,10 +40,21 @@ class ChainSolver:
     Example:
 
     ```python
+    from kmem.planning.network import Network
+    from kmem.planning.network import Stage
+    from kmem.planning.solvers.chain import ChainSolver
+
+    stages = tuple(
+        Stage(
+            f"layer {i}", (i,), (i + 1,), kept=(i,), gradients=(i,),
+            gradient_bytes=1, forward_seconds=1.0, backward_seconds=2.0,
+        )
+        for i in range(16)
+    )
+    network = Network(stages, (100,) * 17, inputs=frozenset({0}))
     solver = ChainSolver(network)
-    solver.smallest.peak_bytes
-    solver.within(2 * 10**9).segments
     [(point.peak_bytes, point.seconds) for point in solver.frontier()]
+    solver.within(solver.smallest.peak_bytes + 200).segments
     ```
     """
 
