@@ -98,8 +98,11 @@ class FirstRun(_Scope):
         return super().__enter__()
 
     def __exit__(self, *args, **kwargs):
-        super().__exit__(*args, **kwargs)
-        self._watcher.__exit__(*args)
+        try:
+            # Makes the variables that were created within, which may fail.
+            super().__exit__(*args, **kwargs)
+        finally:
+            self._watcher.__exit__(*args)
         self.raw = list(self._watcher.watched_variables())
         del self._watcher
 
