@@ -110,7 +110,7 @@ def plan(
     model = keras.Sequential([keras.Input((64,)), *layers])
     model.compile("sgd", "mse")
     x = np.zeros((4096, 64), "float32")
-    plan = kmem.plan(model, (x, x), budget=0.9)
+    plan = kmem.plan(model, (x, x), budget="auto")
     print(plan.summary())
     ```
     """
