@@ -19,6 +19,13 @@ from kmem.microbatch import BatchGradient
 _UNKNOWN: Any = tf.TensorShape(None)  # type: ignore[arg-type]
 
 
+def build_optimizer(optimizer, variables: list) -> None:
+    """Makes an optimizer's variables, as its first update would."""
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name):
+            optimizer.build(variables)
+
+
 class Updater:
     """Makes one update of every group of batches.
 
@@ -74,9 +81,7 @@ class Updater:
     def _make_pending(self, strategy, batch: BatchGradient) -> None:
         with tf.init_scope(), strategy.scope():
             # Now, since the update is in a branch of its own.
-            if not self._optimizer.built:
-                with keras.name_scope(self._optimizer.name):
-                    self._optimizer.build(batch.variables)
+            build_optimizer(self._optimizer, batch.variables)
             self._pending = _Pending(batch)
 
     def _apply_batch(self, batch: BatchGradient) -> None:

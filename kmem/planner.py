@@ -17,9 +17,11 @@ import tensorflow as tf
 
 from kmem import batches
 from kmem import memory
+from kmem.accumulation import build_optimizer
 from kmem.capture import all_layers
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
+from kmem.keras_graph.recording import num_bytes
 from kmem.options import Genetic
 from kmem.options import MemoryOptions
 from kmem.options import Remat
@@ -224,10 +226,9 @@ class _Planner:
         self._chooser = learned.chooser
         replicas = model.distribute_strategy.num_replicas_in_sync
         self._rehearses = model.compiled and replicas == 1
-        if model.compiled and not model.optimizer.built:
+        if model.compiled:
             # Its variables are in memory in every step.
-            with keras.name_scope(model.optimizer.name):
-                model.optimizer.build(model.trainable_variables)
+            build_optimizer(model.optimizer, model.trainable_variables)
         self._in_use = memory.current()
 
     def plan(self, reserved: int) -> Plan:
@@ -346,7 +347,7 @@ def _pipeline_bytes(arguments: MutableMapping[str, Any], batch) -> int:
         getattr(leaf, "nbytes", 0) for leaf in keras.tree.flatten(arrays)
     )
     leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-    ready = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in leaves)
+    ready = sum(map(num_bytes, leaves))
     return copied + _BATCHES_READY * ready
 
 

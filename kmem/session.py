@@ -18,6 +18,7 @@ from kmem import batches
 from kmem import capture
 from kmem import precision
 from kmem.accumulation import Updater
+from kmem.accumulation import build_optimizer
 from kmem.keras_graph import applying
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
@@ -172,10 +173,7 @@ class Session:
 
     def build(self) -> None:
         """Makes the variables that the first step would make."""
-        optimizer = self._optimizer
-        if not optimizer.built:
-            with keras.name_scope(optimizer.name):
-                optimizer.build(self.model.trainable_variables)
+        build_optimizer(self._optimizer, self.model.trainable_variables)
 
     def end_group(self) -> None:
         """Applies the last, incomplete group of batches."""
