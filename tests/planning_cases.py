@@ -1,5 +1,6 @@
 """Small networks for the tests of planners, and every plan of each."""
 
+import dataclasses
 import functools
 
 from kmem.planning.network import Network
@@ -44,6 +45,20 @@ def random_chain(random, num_stages) -> Network:
         value_bytes=tuple(random.randint(1, 9) for _ in range(num_stages + 1)),
         inputs=frozenset({0}),
     )
+
+
+def repeated(block, count) -> Network:
+    """A chain of equal blocks, given one."""
+    length, stages = len(block.stages), []
+    for first in range(0, count * length, length):
+        for stage in block.stages:
+            moved = {
+                name: tuple(value + first for value in getattr(stage, name))
+                for name in ("inputs", "outputs", "kept", "gradients")
+            }
+            stages.append(dataclasses.replace(stage, **moved))
+    sizes = block.value_bytes[:1] + count * block.value_bytes[1:]
+    return Network(tuple(stages), sizes, frozenset({0}))
 
 
 def random_network(random, num_stages) -> Network:

@@ -6,10 +6,12 @@ import planning_cases as cases
 import pytest
 
 from kmem.planning.errors import InfeasibleBudget
+from kmem.planning.line import Line
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.network import Stage
 from kmem.planning.solvers import chain
+from kmem.planning.table import Table
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -20,6 +22,32 @@ def test_plans_of_chains_are_the_best_of_all_for_every_budget(seed):
     assert solver.smallest.peak_bytes == best[0][0]
     for peak_bytes, seconds in best:
         assert solver.within(peak_bytes).seconds == seconds
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_plans_of_repeated_blocks_are_the_best_of_all(seed):
+    network = cases.repeated(cases.random_chain(random.Random(seed), 2), 3)
+    solver = chain.ChainSolver(network)
+    best = cases.best_of_all(network)
+    assert solver.smallest.peak_bytes == best[0][0]
+    for peak_bytes, seconds in best:
+        assert solver.within(peak_bytes).seconds == seconds
+
+
+def test_repeated_blocks_are_solved_once():
+    block = cases.random_chain(random.Random(0), 3)
+    num_rows = []
+    for count in (5, 10, 20):
+        network = cases.repeated(block, count)
+        num_stages = len(network.stages)
+        line = Line(network, list(range(1, num_stages)))
+        allowed = network.allowed(range(num_stages + 1))
+        table = Table(line, allowed, line.full_bytes, line.full_bytes)
+        num_rows.append(table.num_rows)
+    # For each length: one of three blocks to begin with, the line's first
+    # stage, which reads another value, or its end.
+    assert num_rows[2] <= 5 * num_stages
+    assert num_rows[2] - num_rows[1] == 2 * (num_rows[1] - num_rows[0])
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -8,8 +8,10 @@ to keep and what to run again is the solver's choice.
 
 Memory is counted from the front: a sub-chain is given what is left of the
 budget by all that is held, other than the values that it begins with (those
-made before it that it still reads). So stepping over a block costs what that
-block leaves behind, and a chain of values costs each of them once.
+made before it that it still reads), and by the parameters' gradients of what
+follows. So stepping over a block costs what that block leaves behind, a chain
+of values costs each of them once, and equal blocks cost the same wherever
+they are.
 
 Where exact liveness would depend on how the stages before a sub-chain are
 run, more is counted: a value that was read or kept earlier counts as held
@@ -28,18 +30,17 @@ from kmem.planning.network import Network
 class Splits(typing.NamedTuple):
     """The segments with which a sub-chain may begin, one for each stop.
 
-    The first two are numbers if they are the same for all of them.
-
     Attributes:
         held_bytes: What the segment keeps for later, besides what the blocks
-            after it begin with.
+            after it begin with; a number if it is the same for all.
         waiting_bytes: What is held over the segment, during its backward
-            pass, other than what it begins with.
+            pass, other than what it begins with: also the parameters'
+            gradients of the blocks after it.
         forward_bytes: The peak of its forward pass, which keeps nothing.
     """
 
     held_bytes: "int | np.ndarray"
-    waiting_bytes: "int | np.ndarray"
+    waiting_bytes: np.ndarray
     forward_bytes: np.ndarray
 
 
@@ -92,7 +93,8 @@ class Line:
         starting = values.alive(values.maker + 1, reads, stop)
         used_before = np.maximum(values.maker, values.first_use) + 1
         earlier = values.alive(used_before, reads, stop)
-        later = self._gradients.after[stop]
+        resident = self._gradients.kept[stop]
+        later = self._gradients.after[stop] - resident
 
         # What a stage runs with, forward and backward.
         made = np.where(runs, values.made_bytes[:stop], 0)
@@ -101,6 +103,7 @@ class Line:
             earlier
             + values.kept_first_bytes[:stop]
             + self._gradients.during[:stop]
+            - resident
         )
         backward[~values.has_backward[:stop]] = 0
         # What it leaves behind: residuals, and what nobody reads any more but
@@ -143,7 +146,10 @@ class Line:
         begin = self.places[first]
         forward = self._forward[last][begin : ends[-1]].copy()
         reads = self._reads[last]
-        held, waiting = 0, 0
+        # The parameters' gradients of what is after the segment.
+        resident = self._gradients.kept
+        waiting = resident[ends] - resident[self.places[last + 1]]
+        held = 0
         for value in self._starting[first]:
             last_read = reads[value]
             if last_read < begin:
@@ -260,6 +266,7 @@ class _Gradients:
     Attributes:
         during: Stage -> those in use during its backward pass.
         after: Stage -> those in use when all stages from it on are done.
+        kept: Stage -> those of these that stay until the step ends.
     """
 
     def __init__(self, network: Network):
@@ -271,6 +278,7 @@ class _Gradients:
                 last_reader[tensor] = stage_of[op]
         during = np.zeros(count + 1, np.int64)
         after = np.zeros(count + 2, np.int64)
+        kept = np.zeros(count + 1, np.int64)
         for op, stage in stage_of.items():
             operation = graph.operations[op]
             during[stage] += operation.workspace_bytes
@@ -283,7 +291,8 @@ class _Gradients:
                 after[end + 1 : stage + 1] += size
                 if tensor in graph.results:
                     after[0] += size
-        self.during, self.after = during[:count], after
+                    kept[: stage + 1] += size
+        self.during, self.after, self.kept = during[:count], after, kept
 
 
 def _common_bytes(network: Network) -> int:

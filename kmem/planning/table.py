@@ -10,29 +10,33 @@ either keeps what its first block leaves, or begins with a segment,
                                + extra(k, c, m - held(a, k)))
 
 and `kmem.planning.line` says what is kept, held and waiting where values skip
-stages. Each row is a step function of the memory, and falls. So a range of
-memory is computed at once, without the segments that at its upper end are no
-better than the best at its lower end.
+stages. A row, over all m, is a step function that falls from infinity to 0; it
+is computed in cells of neighbouring m. A segment is left out of a cell if at
+the upper end it is no better than the best one at the lower end. Sub-chains of
+one length do not depend on each other and are solved together; those that are
+alike, as in repeated blocks, share a row; and `kmem.planning.worth` says which
+memory is of use to each.
 
 The cost is cubic in the number of blocks. Times are added in single precision.
 """
 
 import math
-import typing
 
 import numpy as np
 
 from kmem.planning.line import Line
+from kmem.planning.slots import NEVER
+from kmem.planning.slots import SlottedLine
+from kmem.planning.slots import Splits
+from kmem.planning.worth import most_memory
 
 # Sums of times differ in their last bits by the order of the additions.
 _TOLERANCE = 1e-6
-# A row is computed in ranges that grow by this factor, unless it is small.
-_GROWTH = 3
-_FIRST_SHARE = 16
-_SMALL_ROW = 4096
-# Elements that are added at once: they should stay in the cache.
-_AT_ONCE = 131072
-_NEVER = 2**40
+# A row's cells: more of them leave out more, but take longer to choose from.
+_CELLS = 12
+_LARGEST_CELL = 128
+# How many sums are looked at together.
+_AT_ONCE = 2**16
 
 
 class Table:
@@ -43,136 +47,167 @@ class Table:
         allowed: `[first, stop]`: whether blocks `first` to `stop - 1` may be
             a segment.
         limit_bytes: The largest budget, beyond the network's constants.
-        num_slots: How many slots to divide it into. Fewer are used where all
-            sizes are multiples of a larger slot: they are exact then. Else
-            they are rounded up, but for what blocks leave behind: its sums
-            are rounded, so that errors do not add up.
+        num_slots: How many slots to divide it into; fewer are used where all
+            sizes are multiples of a larger one.
 
     Attributes:
         slot_bytes: The size of a slot.
         extra: The extra time of the whole line for 0, 1, 2, ... slots;
             infinite where it does not fit.
+        num_rows: How many sub-chains were solved.
     """
 
     def __init__(self, line: Line, allowed, limit_bytes: int, num_slots: int):
-        count = line.num_blocks
-        self._line = line
-        self._allowed = allowed
-        self._furthest = _furthest(allowed)
-        self.slot_bytes = max(
-            line.common_bytes, math.ceil(limit_bytes / num_slots)
-        )
-        self._width = -(-limit_bytes // self.slot_bytes) + 1
-        kept = np.rint(line.kept_bytes / self.slot_bytes).astype(np.int64)
-        self._kept = np.diff(kept, axis=1)
-        self._plain = self._slots(line.plain_bytes)
-        self._again = line.again_seconds.astype(np.float32)
-        # The least memory that will do, and what is enough to keep all.
+        self._line = SlottedLine(line, allowed, limit_bytes, num_slots)
+        self.slot_bytes = self._line.slot_bytes
+        count, width = line.num_blocks, self._line.width
+        # By last and first block: the least memory that will do, the most
+        # that is of use, and where the row begins in `_values`. After its
+        # end the last value is repeated, for cells that go further. The rows
+        # of no blocks are 0.
         self._least = np.zeros((count, count + 1), np.int64)
-        self._enough = np.zeros((count, count + 1), np.int64)
-        # By last block, first block, memory.
-        self._extra = [
-            np.empty((last + 2, self._width), np.float32)
-            for last in range(count)
-        ]
-        for rows in self._extra:
-            rows[-1] = 0
-        # The rows of one first block by last block, with the time to run it
-        # again.
-        self._segment = np.empty((count, self._width), np.float32)
-        self._buffer = np.empty(max(_AT_ONCE, 64 * count), np.float32)
-        for first in range(count - 1, -1, -1):
-            stop = min(self._furthest[first] + 1, count - 1)
-            for last in (*range(first, stop), count - 1):
-                self._solve(first, last)
-        self.extra = self._extra[-1][0]
-
-    def _slots(self, num_bytes):
-        return -(-num_bytes // self.slot_bytes)
-
-    def _solve(self, first: int, last: int) -> None:
-        """Fills the row of a sub-chain; those it is made of are known."""
-        row, following = self._extra[last][first : first + 2]
-        kept, plain = self._kept[last, first], self._plain[last, first]
-        begin = max(plain, self._least[last, first + 1] + kept, kept)
-        enough = max(plain, self._enough[last, first + 1] + kept, kept)
-        least, stop = begin, min(enough, self._width)
-        row[:begin] = np.inf
-        if begin < stop:
-            row[begin:stop] = following[begin - kept : stop - kept]
-        row[stop:] = 0
-        if first < min(self._furthest[first] + 1, last):
-            splits = self._splits(first, last)
-            least = min(begin, splits.begins.min())
-            self._improve(row, last, splits, least, stop)
-        self._least[last, first] = least
-        self._enough[last, first] = enough
-        if last < self._line.num_blocks - 1:
-            np.add(row, self._again[last, first], out=self._segment[last])
-
-    def _splits(self, first: int, last: int) -> "_Splits":
-        """The segments with which a sub-chain may begin."""
-        final = min(self._furthest[first] + 1, last)
-        held, waiting, forward = map(
-            self._slots, self._line.splits(first, last, final)
+        self._most = most_memory(self._line)
+        self._base = np.full((count, count + 1), _LARGEST_CELL)
+        self._next = 3 * _LARGEST_CELL
+        self._known: dict[tuple, int] = {}
+        windows = [self._windows(length) for length in range(count)]
+        num_values = sum(
+            int((self._most[lasts, firsts] + 1 + _LARGEST_CELL).sum())
+            for firsts, lasts in windows
         )
-        stops = np.arange(first + 1, final + 1)
-        begins = np.maximum(
-            self._least[last, first + 1 : final + 1] + held,
-            self._least[first:final, first] + waiting,
+        self._values = np.zeros(self._next + num_values, np.float32)
+        for firsts, lasts in windows:
+            self._solve(firsts, lasts)
+        memory = np.arange(width)
+        self.extra = self._values[_at(self._row(0, count - 1, 0), memory)]
+        self.extra[memory < self._least[-1, 0]] = np.inf
+        self.num_rows = len(self._known)
+
+    def _windows(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """First and last blocks of the sub-chains of `length + 1` blocks.
+
+        Only the rest of the line and what may be in a segment are asked for.
+        """
+        count = self._line.num_blocks
+        firsts = np.arange(count - length)
+        lasts = firsts + length
+        asked = (lasts == count - 1) | (lasts <= self._line.furthest[firsts])
+        return firsts[asked], lasts[asked]
+
+    def _row(self, first, last, shift) -> np.ndarray:
+        """Where a row begins in `_values`, less a shift, and where it ends."""
+        base = self._base[last, first]
+        return np.array([base - shift, base + self._most[last, first]])
+
+    def _solve(self, firsts, lasts) -> None:
+        """Fills the rows of sub-chains of one length."""
+        line, here = self._line, (lasts, firsts)
+        split = line.splits(firsts, lasts, self._least)
+        following = self._least[lasts, firsts + 1] + line.kept[here]
+        keeps = np.maximum(line.plain[here], following)
+        least = np.minimum(keeps, split.begins.min(axis=1, initial=NEVER))
+        new = self._new_rows(firsts, lasts, split)
+        sizes = self._most[here] - least + 1
+        self._least[here] = np.where(sizes > 0, least, NEVER)
+        # Together are rows of about the same size.
+        new = new[np.argsort(-sizes[new], kind="stable")]
+        new = new[sizes[new] > 0]
+        while len(new):
+            size = sizes[new[0]]
+            cell = int(np.clip(size / _CELLS, 8, _LARGEST_CELL))
+            num_sums = (size // cell + 2) * max(split.begins.shape[1], 1)
+            num_rows = min(
+                max(_AT_ONCE // num_sums, 1),
+                np.count_nonzero(sizes[new] > size / 2),
+            )
+            rows, new = new[:num_rows], new[num_rows:]
+            chunk = Splits(*(part[rows] for part in split))
+            self._fill(firsts[rows], lasts[rows], keeps[rows], chunk, cell)
+
+    def _new_rows(self, firsts, lasts, split) -> np.ndarray:
+        """Finds a place for each row; returns those that are like no other.
+
+        Rows are alike if all numbers of theirs are, and all rows that they
+        are made of. The longest of them will do for all.
+        """
+        line, new, most = self._line, [], self._most[lasts, firsts]
+        finals = np.minimum(line.furthest[firsts], lasts - 1)
+        for row in np.argsort(-most, kind="stable"):
+            first, last, final = firsts[row], lasts[row], finals[row]
+            key = (
+                self._base[last, first + 1],
+                self._base[final, first] if final >= first else 0,
+                line.kept[last, first],
+                line.plain[last, first],
+                line.again[last, first],
+                *(part[row].tobytes() for part in split[1:]),
+            )
+            base = self._known.setdefault(key, self._next)
+            if base == self._next:
+                new.append(row)
+                self._next += int(most[row]) + 1 + _LARGEST_CELL
+            self._base[last, first] = base
+        return np.array(new, np.int64)
+
+    def _fill(self, firsts, lasts, keeps, split, size: int) -> None:
+        """Fills rows, in cells of a size."""
+        line, here = self._line, (lasts, firsts)
+        least, most = self._least[here], self._most[here]
+        row = self._row(firsts, lasts, 0)
+        kept = self._row(firsts + 1, lasts, line.kept[here])
+        rest, inside, again = self._parts(firsts, lasts, split)
+        # The lower ends of cells, and the upper end of the last one.
+        num_cells = -(-int((most + 1 - least).max()) // size)
+        ends = least[:, None] + size * np.arange(num_cells + 1)
+        sums = self._values[_at(rest[..., None], ends[:, None])]
+        sums += self._values[_at(inside[..., None], ends[:, None])]
+        sums += again[:, :, None]
+        np.copyto(sums, np.inf, where=ends[:, None] < split.begins[:, :, None])
+        best = self._values[_at(kept[..., None], ends)]
+        best[ends < keeps[:, None]] = np.inf
+        np.minimum(best, sums.min(axis=1, initial=np.inf), out=best)
+        useful = sums[:, :, 1:] < best[:, None, :-1]
+
+        # From here on by cell, those with the most useful segments first.
+        rows, cells = np.nonzero(ends[:, :-1] <= most[:, None])
+        counts = useful.sum(axis=1)[rows, cells]
+        order = np.argsort(-counts, kind="stable")
+        rows, cells, counts = rows[order], cells[order], counts[order]
+        begins = ends[rows, cells]
+        windows = np.lib.stride_tricks.sliding_window_view(
+            self._values, size, writeable=True
         )
-        late = forward > begins
-        late = late.nonzero()[0] if late.any() else ()
-        begins = np.maximum(begins, forward)
-        begins[~self._allowed[first, first + 1 : final + 1]] = _NEVER
-        return _Splits(stops, held, waiting, begins, late)
+        found = windows[_at(kept[:, rows], begins)]
+        _forbid(found, keeps[rows] - begins)
+        np.minimum(found, best[rows, cells, None], out=found)
+        # By useful segment, the first ones of all cells first: the number
+        # of its cell, and which of all segments it is.
+        cell, index = useful.transpose(0, 2, 1)[rows, cells].nonzero()
+        rank = np.arange(len(cell)) - (np.cumsum(counts) - counts)[cell]
+        order = np.argsort(rank.astype(np.int16), kind="stable")
+        cell = cell[order]
+        index = index[order] + rows[cell] * split.stops.shape[1]
+        begin = begins[cell]
+        sums = windows[_at(rest.reshape(2, -1)[:, index], begin)]
+        sums += windows[_at(inside.reshape(2, -1)[:, index], begin)]
+        sums += again.ravel()[index, None]
+        _forbid(sums, split.begins.ravel()[index] - begin)
+        done = 0
+        for num in np.bincount(rank):
+            lowest = found[:num]
+            np.minimum(lowest, sums[done : done + num], out=lowest)
+            done += num
+        windows[_at(row[:, rows], begins)] = found
+        after = row[1][:, None] + np.arange(_LARGEST_CELL + 1)
+        self._values[after] = self._values[after[:, :1]]
 
-    def _improve(self, row, last, splits, begin: int, stop: int) -> None:
-        """Lowers a row from `begin` to `stop` to what segments allow."""
-        stops, held, waiting, begins, _ = splits
-        following, segment = self._extra[last], self._segment
-        size, best = stop - begin, np.inf
-        if size * len(stops) > _SMALL_ROW:
-            size = max(size // _FIRST_SHARE, 1)
-        while begin < stop:
-            end = min(begin + size, stop)
-            best = min(best, row[begin])
-            bound = following[stops, end - 1 - held]
-            bound += segment[stops - 1, end - 1 - waiting]
-            # Not those that do not begin before `end`, which read nonsense.
-            chosen = ((bound < best) & (begins < end)).nonzero()[0]
-            if len(chosen):
-                for group in splits.groups(chosen):
-                    self._lower(row, last, splits, group, begin, end)
-            part = row[begin:end]
-            np.minimum(part, best, out=part)
-            begin, size, best = end, size * _GROWTH, part[-1]
-
-    def _lower(self, row, last, splits, group, begin: int, end: int) -> None:
-        """Lowers it to what segments that hold the same allow."""
-        stops, held, waiting = splits.stops[group], splits.held, splits.waiting
-        if isinstance(held, np.ndarray):
-            held = int(held[group[0]])
-        if isinstance(waiting, np.ndarray):
-            waiting = int(waiting[group[0]])
-        left, count = max(begin, held, waiting), len(stops)
-        size = max(_AT_ONCE // count, 64)
-        while left < end:
-            right = min(left + size, end)
-            total = self._buffer[: count * (right - left)]
-            total = total.reshape(count, right - left)
-            here = slice(left - held, right - held)
-            following = _rows(self._extra[last], stops, here)
-            here = slice(left - waiting, right - waiting)
-            segment = _rows(self._segment, stops - 1, here)
-            np.add(following, segment, out=total)
-            for index in splits.late:
-                if index in group:
-                    early = max(splits.begins[index] - left, 0)
-                    total[group == index, :early] = np.inf
-            part = row[left:right]
-            np.minimum(part, total.min(axis=0), out=part)
-            left = right
+    def _parts(self, firsts, lasts, split):
+        """`[sub-chain, segment]`: what follows segments, their insides, and
+        the time to run them again."""
+        firsts, lasts = firsts[:, None], lasts[:, None]
+        rest = self._row(split.stops, lasts, split.held)
+        inside = self._row(firsts, split.stops - 1, split.waiting)
+        return rest, inside, self._line.again[split.stops - 1, firsts]
 
     def plan(self, slots: int) -> tuple[tuple, ...]:
         """The segments `(start, stop, inner)` of a best plan, in blocks.
@@ -185,12 +220,13 @@ class Table:
     def _trace(self, first: int, last: int, slots: int):
         found = []
         while first <= last:
-            extra = self._extra[last][first, slots]
-            kept = self._kept[last, first]
-            limit = extra + _TOLERANCE * (extra + self._again[last, first])
+            extra = self._extra(first, last, slots)
+            kept = self._line.kept[last, first]
+            again = self._line.again[last, first]
+            limit = extra + _TOLERANCE * (extra + again)
             if (
-                slots >= max(self._plain[last, first], kept)
-                and self._extra[last][first + 1, slots - kept] <= limit
+                slots >= self._line.plain[last, first]
+                and self._extra(first + 1, last, slots - kept) <= limit
             ):
                 first, slots = first + 1, slots - kept
                 continue
@@ -198,60 +234,35 @@ class Table:
             found.append(segment)
         return tuple(found)
 
+    def _extra(self, first: int, last: int, slots: int) -> float:
+        if slots < self._least[last, first]:
+            return math.inf
+        return float(self._values[_at(self._row(first, last, 0), slots)])
+
     def _split(self, first: int, last: int, slots: int):
         """The best segment to begin with, what is after it, and its inside."""
-        splits = self._splits(first, last)
-        chosen = (splits.begins <= slots).nonzero()[0]
-        stops = splits.stops[chosen]
-        inside = slots - np.broadcast_to(splits.waiting, len(splits.stops))
-        after = slots - np.broadcast_to(splits.held, len(splits.stops))
-        total = self._extra[last][stops, after[chosen]]
-        total += self._again[stops - 1, first]
-        total += [
-            self._extra[s - 1][first, inside[s - first - 1]] for s in stops
-        ]
-        best = chosen[np.argmin(total)]
-        stop = int(splits.stops[best])
-        inner = self._trace(first, stop - 1, int(inside[best]))
-        return stop, int(after[best]), (first, stop, inner)
+        row = np.array([first]), np.array([last])
+        split = self._line.splits(*row, self._least)
+        rest, inside, again = self._parts(*row, split)
+        sums = self._values[_at(rest, slots)] + self._values[_at(inside, slots)]
+        sums = np.where(split.begins <= slots, sums + again, np.inf)
+        best = int(np.argmin(sums))
+        stop = int(split.stops[0, best])
+        inner = self._trace(first, stop - 1, slots - split.waiting[0, best])
+        return stop, slots - split.held[0, best], (first, stop, inner)
 
 
-class _Splits(typing.NamedTuple):
-    """The segments with which a sub-chain may begin, in slots.
+def _at(row, memory):
+    """Where a row has its value for an amount of memory.
 
-    `begins` is the least memory for each. It is because of the forward pass
-    of the segment, not of what follows, for the indexes in `late`.
+    What is there means nothing if the memory will not do.
     """
-
-    stops: np.ndarray
-    held: "int | np.ndarray"
-    waiting: "int | np.ndarray"
-    begins: np.ndarray
-    late: "tuple[()] | np.ndarray"
-
-    def groups(self, chosen: np.ndarray) -> list[np.ndarray]:
-        """Splits indexes into those that hold the same."""
-        change = np.zeros(len(chosen) - 1, bool)
-        for same in (self.held, self.waiting):
-            if isinstance(same, np.ndarray):
-                change |= np.diff(same[chosen]) != 0
-        if not change.any():
-            return [chosen]
-        return np.split(chosen, change.nonzero()[0] + 1)
+    return np.clip(row[0] + memory, 0, row[1])
 
 
-def _rows(table, rows, columns: slice):
-    """Rows of a table in rising order; a view if they are neighbours."""
-    if rows[-1] - rows[0] + 1 == len(rows):
-        return table[rows[0] : rows[-1] + 1, columns]
-    return table[rows, columns]
-
-
-def _furthest(allowed) -> np.ndarray:
-    """Block -> the last one in an allowed segment that contains it.
-
-    It is the block itself if none does, or less.
-    """
-    count = len(allowed) - 1
-    stops = np.where(allowed, np.arange(count + 1), 0).max(axis=1)
-    return np.maximum.accumulate(stops)[:count] - 1
+def _forbid(values, counts) -> None:
+    """Makes the first values of each row infinite, where `counts` > 0."""
+    rows = np.flatnonzero(counts > 0)
+    if len(rows):
+        early = np.arange(values.shape[1]) < counts[rows, None]
+        values[rows] = np.where(early, np.inf, values[rows])
