@@ -17,11 +17,12 @@
 
 #define CHECK_EQUAL(actual, expected)                                 \
   do {                                                                \
-    const long long a = (actual);                                     \
-    const long long e = (expected);                                   \
-    if (a != e) {                                                     \
+    const long long actual_value = (actual);                          \
+    const long long expected_value = (expected);                      \
+    if (actual_value != expected_value) {                             \
       std::fprintf(stderr, "%s:%d: %s must be %lld, is %lld\n",       \
-                   __FILE__, __LINE__, #actual, e, a);                \
+                   __FILE__, __LINE__, #actual, expected_value,       \
+                   actual_value);                                     \
       std::exit(1);                                                   \
     }                                                                 \
   } while (false)

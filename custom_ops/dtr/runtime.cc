@@ -1,0 +1,288 @@
+#include "runtime.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace kmem::dtr {
+Runtime::Runtime(Driver* driver, std::unique_ptr<Heuristic> heuristic,
+                 const Options& options)
+    : driver_(driver),
+      heuristic_(std::move(heuristic)),
+      options_(options),
+      candidates_(options.sqrt_sampling, options.seed) {}
+
+Runtime::~Runtime() {
+  for (const std::unique_ptr<Operator>& op : operators_) {
+    for (Tensor& output : op->outputs) Undefine(output);
+    if (op->work != nullptr) driver_->Forget(op->work);
+  }
+}
+
+// ---------------------------------------------------------------- recording
+
+Operator* Runtime::Record(const std::vector<Tensor*>& inputs,
+                          const std::vector<Output>& outputs,
+                          int64_t nanoseconds, bool pure, void* work) {
+  operators_.push_back(std::make_unique<Operator>());
+  Operator* op = operators_.back().get();
+  op->position = operators_.size() - 1;
+  op->nanoseconds = nanoseconds;
+  op->pure = pure;
+  op->work = work;
+  counts_.total_nanoseconds += nanoseconds;
+  if (pure) {
+    for (Tensor* input : inputs) {
+      input->readers.push_back({op, op->inputs.size()});
+      op->inputs.push_back({input, input->readers.size() - 1});
+    }
+  }
+  op->outputs.resize(outputs.size());
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    Tensor& tensor = op->outputs[i];
+    tensor.maker = op;
+    tensor.payload = outputs[i].payload;
+    tensor.handles = 1;
+    tensor.is_view = outputs[i].view_of != Output::kOwnStorage;
+    if (tensor.is_view) {
+      tensor.storage = inputs[outputs[i].view_of]->storage;
+    } else {
+      tensor.storage = std::make_shared<Storage>();
+      tensor.storage->bytes = outputs[i].bytes;
+      op->output_bytes += outputs[i].bytes;
+    }
+    Storage& storage = *tensor.storage;
+    storage.tensors.push_back(&tensor);
+    ++storage.handles;
+    if (!pure) ++storage.num_fixed;
+  }
+  AddLive(op->output_bytes);
+  VisitStorages(*op, [&](Storage& storage) {
+    storage.nanoseconds += nanoseconds;
+    storage.last_used = counts_.total_nanoseconds;
+    heuristic_->Restored(storage);
+    UpdateCandidate(storage);
+  });
+  return op;
+}
+
+void Runtime::Retain(Tensor* tensor) {
+  ++tensor->handles;
+  ++tensor->storage->handles;
+}
+
+void Runtime::Release(Tensor* tensor) {
+  const std::shared_ptr<Storage> storage = tensor->storage;
+  --tensor->handles;
+  --storage->handles;
+  Collect(tensor->maker);
+  if (storage->handles == 0 && storage->locks == 0 && storage->resident &&
+      storage->recomputable() && !storage->tensors.empty()) {
+    Drop(*storage);
+  }
+}
+
+// ------------------------------------------------------------------ eviction
+
+Status Runtime::MakeRoom(int64_t bytes) {
+  while (bytes > options_.threshold_bytes - driver_->BytesInUse()) {
+    if (!Evict()) return NoRoom(bytes);
+  }
+  return Status();
+}
+
+bool Runtime::Evict() {
+  Storage* storage =
+      candidates_.Choose(*heuristic_, counts_.total_nanoseconds);
+  if (storage == nullptr) return false;
+  ++counts_.num_evictions;
+  Drop(*storage);
+  return true;
+}
+
+void Runtime::Drop(Storage& storage) {
+  for (Tensor* tensor : storage.tensors) Undefine(*tensor);
+  storage.resident = false;
+  counts_.live_bytes -= storage.bytes;
+  UpdateCandidate(storage);
+  heuristic_->Evicted(storage);
+}
+
+// Nobody will ask for it, but its operator has to stay for a sibling.
+void Runtime::DropIfUnwanted(const Tensor& tensor) {
+  Storage& storage = *tensor.storage;
+  if (!tensor.wanted() && !tensor.is_view && storage.resident &&
+      storage.locks == 0 && storage.recomputable()) {
+    Drop(storage);
+  }
+}
+
+void Runtime::Undefine(Tensor& tensor) {
+  if (!tensor.defined) return;
+  tensor.defined = false;
+  driver_->Drop(std::exchange(tensor.payload, nullptr));
+}
+
+void Runtime::UpdateCandidate(Storage& storage) {
+  // To evict what has no bytes would gain nothing.
+  const bool could_go =
+      storage.resident && storage.locks == 0 && storage.recomputable() &&
+      storage.bytes >= std::max<int64_t>(options_.evictee_minimum_bytes, 1);
+  if (could_go == candidates_.Contains(storage)) return;
+  if (could_go) {
+    candidates_.Insert(storage);
+  } else {
+    candidates_.Erase(storage);
+  }
+}
+
+void Runtime::AddLive(int64_t bytes) {
+  counts_.live_bytes += bytes;
+  counts_.peak_bytes = std::max(counts_.peak_bytes, counts_.live_bytes);
+}
+
+Status Runtime::NoRoom(int64_t bytes) {
+  const int64_t in_use = driver_->BytesInUse();
+  counts_.least_threshold_bytes = in_use + bytes;
+  return Status(
+      Code::kNoRoom,
+      "The threshold must be at least " + std::to_string(in_use + bytes) +
+          " bytes: nothing is left to evict, " + std::to_string(in_use) +
+          " bytes are in use, of which " +
+          std::to_string(statistics().pinned_bytes) +
+          " cannot be made again, and " + std::to_string(bytes) +
+          " are asked for. Received: " +
+          std::to_string(options_.threshold_bytes));
+}
+
+// ---------------------------------------------------------- rematerialization
+
+Status Runtime::Lock(const std::vector<Tensor*>& tensors) {
+  // All before any is made again: they must not push each other out. The
+  // handles keep them if the program lets go of them meanwhile.
+  for (Tensor* tensor : tensors) {
+    Retain(tensor);
+    LockStorage(*tensor->storage);
+  }
+  for (Tensor* tensor : tensors) {
+    Status status = Restore(tensor);
+    if (!status.ok()) {
+      Unlock(tensors);
+      return status;
+    }
+  }
+  return Status();
+}
+
+void Runtime::Unlock(const std::vector<Tensor*>& tensors) {
+  for (Tensor* tensor : tensors) UnlockStorage(*tensor->storage);
+  for (Tensor* tensor : tensors) Release(tensor);
+}
+
+// A stack of its own: chains of evicted operators are as long as programs.
+Status Runtime::Restore(Tensor* tensor) {
+  if (tensor->defined) return Status();
+  std::vector<Waiting> stack;
+  const auto push = [&](Operator* op) {
+    LockInputs(*op);
+    stack.push_back({op, 0});
+  };
+  push(tensor->maker);
+  Status status;
+  while (!stack.empty()) {
+    Waiting& top = stack.back();
+    if (status.ok() && top.next < top.op->inputs.size()) {
+      const Tensor& input = *top.op->inputs[top.next].tensor;
+      if (input.defined) {
+        ++top.next;
+      } else {
+        push(input.maker);
+      }
+      continue;
+    }
+    // After a failure the rest of the stack only lets go of its locks.
+    if (status.ok()) status = RunAgain(top.op);
+    UnlockInputs(*top.op);
+    stack.pop_back();
+  }
+  return status;
+}
+
+Status Runtime::RunAgain(Operator* op) {
+  if (op->nanoseconds >
+      options_.recomputation_limit - counts_.recomputed_nanoseconds) {
+    return Status(
+        Code::kTooMuchRecomputation,
+        "Recomputation must end: the threshold is so low that operators run "
+        "over and over. It has taken " +
+            std::to_string(counts_.recomputed_nanoseconds) +
+            " ns, the limit is " +
+            std::to_string(options_.recomputation_limit) +
+            " ns. Received: a threshold of " +
+            std::to_string(options_.threshold_bytes) + " bytes");
+  }
+  std::vector<void*> payloads(op->outputs.size(), nullptr);
+  Status status = driver_->Run(*op, &payloads);
+  if (!status.ok()) return status;
+  ++counts_.num_recomputations;
+  counts_.recomputed_nanoseconds += op->nanoseconds;
+  counts_.total_nanoseconds += op->nanoseconds;
+  // All outputs were made, also those that were still there.
+  AddLive(op->output_bytes);
+  for (size_t i = 0; i < op->outputs.size(); ++i) {
+    Tensor& output = op->outputs[i];
+    Storage& storage = *output.storage;
+    if (output.defined) {
+      driver_->Drop(payloads[i]);
+      if (!output.is_view) counts_.live_bytes -= storage.bytes;
+      continue;
+    }
+    output.defined = true;
+    output.payload = payloads[i];
+    if (output.is_view) continue;
+    storage.resident = true;
+    heuristic_->Restored(storage);
+    UpdateCandidate(storage);
+    DropIfUnwanted(output);  // Made along with what was asked for.
+  }
+  return Status();
+}
+
+void Runtime::LockInputs(const Operator& op) {
+  for (const Input& input : op.inputs) LockStorage(*input.tensor->storage);
+}
+
+void Runtime::UnlockInputs(const Operator& op) {
+  for (const Input& input : op.inputs) UnlockStorage(*input.tensor->storage);
+}
+
+void Runtime::LockStorage(Storage& storage) {
+  ++storage.locks;
+  storage.last_used = counts_.total_nanoseconds;
+  UpdateCandidate(storage);
+}
+
+void Runtime::UnlockStorage(Storage& storage) {
+  --storage.locks;
+  UpdateCandidate(storage);
+}
+
+// -------------------------------------------------------------- statistics
+
+Statistics Runtime::statistics() const {
+  Statistics statistics = counts_;
+  statistics.num_operators = operators_.size();
+  statistics.num_accesses =
+      heuristic_->num_accesses() + candidates_.num_accesses();
+  for (const std::unique_ptr<Operator>& op : operators_) {
+    VisitStorages(*op, [&](const Storage& storage) {
+      if (storage.resident && !storage.recomputable() &&
+          storage.tensors.front()->maker == op.get()) {
+        statistics.pinned_bytes += storage.bytes;
+      }
+    });
+  }
+  return statistics;
+}
+
+}  // namespace kmem::dtr
