@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from kmem import capture
+from kmem import ordering
 from kmem.loss_terms import SUM
 from kmem.microbatch import BatchGradient
 
@@ -87,7 +88,8 @@ class Updater:
     def _apply_batch(self, batch: BatchGradient) -> None:
         if self._strategy.num_replicas_in_sync == 1:
             (gradients,) = batch.gradients.values()
-            self._optimizer.apply(gradients, batch.variables)
+            with ordering.updates_in_turn(self._optimizer, gradients):
+                self._optimizer.apply(gradients, batch.variables)
             return
         sums = {g: _times_denominator(batch, g) for g in batch.gradients}
         self._apply_mean(sums, batch.denominators, batch.variables)

@@ -1,43 +1,183 @@
-"""Keeps a backward pass from running ahead of its weight gradients.
+"""Puts a backward pass that was traced in the order of its tape.
 
-A graph's executor starts whatever is ready. If it follows the chain of input
-gradients first, every layer's weight gradient stays pending, and with it the
-layer's activations. Control dependencies let the chain go on from a layer
-once that layer's weight gradients are done. XLA orders its operations itself.
+A graph's executor starts whatever is ready. Left alone, it follows the chain
+of input gradients, while weight gradients stay pending, and with them the
+activations that they read; it recomputes a segment while the gradients of the
+one before it are still made; and what it does first changes from step to
+step, and the peak with it. Control dependencies make a backward pass a row of
+short stages, each of which waits for the one before it: up to a weight
+gradient, then what else came with it. Within a stage operations run side by
+side. What it does not do: order a forward pass, or a recomputation within
+itself, where TensorFlow fuses operations that nothing has to wait for. XLA
+orders its operations itself.
 """
 
+import contextlib
+import weakref
+from collections.abc import Iterable
+from collections.abc import Iterator
+
 import tensorflow as tf
+
+from kmem import capture
+
+# For each graph the names of what was traced within `unordered`.
+_unordered: weakref.WeakKeyDictionary[tf.Graph, set[str]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@contextlib.contextmanager
+def unordered() -> Iterator[None]:
+    """Leaves out what is traced within: a recomputation's forward pass."""
+    if tf.executing_eagerly():
+        yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield
+    new = graph.get_operations()[before:]
+    _unordered.setdefault(graph, set()).update(op.name for op in new)
 
 
 def hold_back(gradients: list) -> None:
     """Orders a backward pass that was just traced.
 
-    The chain reaches a layer through the inputs of the layer's own gradients:
-    these inputs are made to wait for the gradients that come before them. All
-    new dependencies follow the order in which operations were created, so
-    they cannot form a cycle.
+    No operation waits for one that needs it, so that there is no cycle, and
+    none is run that the gradients do not need.
 
     Args:
         gradients: Tensors, `IndexedSlices` or `None`, of one graph.
     """
-    present = [g for g in gradients if g is not None]
-    if not present:
+    weight_gradients = {_operation(g) for g in gradients if g is not None}
+    if not weight_gradients:
         return
-    graph = present[0].graph
-    positions = {op: i for i, op in enumerate(graph.get_operations())}
-    ops = {_operation(g) for g in present}
-    ordered = sorted(ops & positions.keys(), key=lambda op: positions[op])
-    for before, after in zip(ordered, ordered[1:], strict=False):
-        for tensor in after.inputs:
-            op = tensor.op
-            if positions.get(op, -1) > positions[before]:
-                # Private in TensorFlow: dependencies are public only for
-                # operations to come, and a user's own tape makes these.
-                # tests/test_ordering.py fails if it moves.
-                op._add_control_input(before)
+    graph = next(iter(weight_gradients)).graph
+    left_out = _unordered.get(graph, set())
+    needed = _ancestors(weight_gradients)
+    ops = _sorted([op for op in graph.get_operations() if op in needed])
+    first = next(i for i, op in enumerate(ops) if op in weight_gradients)
+    before = [ops[first]]
+    # The forward pass is no stage, but what came with the first one is.
+    at_first = _ancestors(before)
+    rest = [op for op in ops[:first] if op not in at_first]
+    for stage in [rest, *_stages(ops[first + 1 :], weight_gradients)]:
+        stage = [
+            op for op in stage if op.name not in left_out and _takes_memory(op)
+        ]
+        if stage:
+            before = _append(stage, before)
+
+
+@contextlib.contextmanager
+def updates_in_turn(optimizer, gradients: list) -> Iterator[None]:
+    """Within, an optimizer updates its variables one after another.
+
+    Else it would prepare all of its updates at once, and some of them, such
+    as those of momenta, before the backward pass.
+
+    Args:
+        optimizer: A `keras.optimizers.Optimizer`.
+        gradients: Tensors, `IndexedSlices` or `None`, to wait for.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    before = [_operation(g) for g in gradients if g is not None]
+    update = optimizer.update_step
+
+    def update_step(*args, **kwargs):
+        num_before = len(graph.get_operations())
+        with tf.control_dependencies(before):
+            update(*args, **kwargs)
+        new = graph.get_operations()[num_before:]
+        before[:] = [op for op in new if not op.outputs] or before
+
+    with capture.attribute(optimizer, "update_step", update_step):
+        yield
 
 
 def _operation(gradient) -> tf.Operation:
     if isinstance(gradient, tf.IndexedSlices):
         gradient = gradient.values
     return gradient.op
+
+
+def _stages(
+    ops: list[tf.Operation], weight_gradients: set[tf.Operation]
+) -> Iterator[list[tf.Operation]]:
+    """Splits operations after each weight gradient, and before each
+    recomputation: before what waits for something."""
+    group: list[tf.Operation] = []
+    for op in ops:
+        if op.control_inputs and group and not group[-1].control_inputs:
+            yield group
+            group = []
+        group.append(op)
+        if op in weight_gradients:
+            wanted = _ancestors([op], set(group))
+            # Not those that can wait: the gradient frees what it reads.
+            yield [other for other in group if other in wanted]
+            yield [other for other in group if other not in wanted]
+            group = []
+    yield group
+
+
+def _append(
+    stage: list[tf.Operation], before: list[tf.Operation]
+) -> list[tf.Operation]:
+    """Makes a stage wait for operations; returns what to wait for then."""
+    members, last = set(stage), dict.fromkeys(stage)
+    for op in stage:
+        sources = [tensor.op for tensor in op.inputs]
+        if members.isdisjoint(sources):
+            for each in before:
+                # Private in TensorFlow: dependencies are public only for
+                # operations to come, and a user's own tape makes these.
+                # tests/test_ordering.py fails if it moves.
+                op._add_control_input(each)
+        for source in sources:
+            last.pop(source, None)
+    return list(last)
+
+
+def _sorted(ops: list[tf.Operation]) -> list[tf.Operation]:
+    """The same, with what an operation needs before it.
+
+    The gradient of a loop replaces the loop by another one, which is younger
+    than what reads its results.
+    """
+    found: dict[tf.Operation, None] = {}
+    for op in ops:
+        waiting = [op]
+        while waiting:
+            sources = _sources(waiting[-1])
+            missing = [source for source in sources if source not in found]
+            waiting += missing
+            if not missing:
+                found[waiting.pop()] = None
+    return list(found)
+
+
+def _sources(op: tf.Operation) -> list[tf.Operation]:
+    return [tensor.op for tensor in op.inputs] + op.control_inputs
+
+
+def _ancestors(
+    ops: Iterable[tf.Operation], within: set[tf.Operation] | None = None
+) -> set[tf.Operation]:
+    """The operations, and all that they need."""
+    found: set[tf.Operation] = set()
+    waiting = list(ops)
+    while waiting:
+        op = waiting.pop()
+        if op not in found and (within is None or op in within):
+            found.add(op)
+            waiting += _sources(op)
+    return found
+
+
+def _takes_memory(op: tf.Operation) -> bool:
+    """Whether it is no constant, and computes more than shapes."""
+    return bool(op.inputs) and not all(t.dtype.is_integer for t in op.outputs)

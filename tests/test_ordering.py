@@ -1,6 +1,13 @@
+import functools
+import itertools
+
+import keras
+import numpy as np
 import tensorflow as tf
 
+from kmem import remat
 from kmem.ordering import hold_back
+from kmem.ordering import updates_in_turn
 
 
 def chain_gradients(length):
@@ -23,19 +30,159 @@ def chain_gradients(length):
     return traced, values
 
 
-def test_the_chain_waits_for_the_weight_gradients_of_the_layer_before():
+def ancestors(*ops):
+    """All that the operations wait for."""
+    found, waiting = set(), list(ops)
+    while waiting:
+        op = waiting.pop()
+        new = {t.op for t in op.inputs} | set(op.control_inputs)
+        waiting += new - found
+        found |= new
+    return found
+
+
+def in_graph(function, *arguments):
+    """What a function returns when it is traced."""
+    returned = []
+    trace = tf.function(
+        lambda *tensors: returned.append(function(*tensors)), autograph=False
+    )
+    trace.get_concrete_function(*map(tf.TensorSpec, arguments))
+    return returned[0]
+
+
+def test_the_chain_goes_on_when_a_layers_weight_gradient_is_there():
     (first, second, third), _ = chain_gradients(3)
 
-    def waits_for(gradient):
-        chain = next(
-            t.op for t in gradient.op.inputs if t.op.type == "TanhGrad"
+    def of_input(gradient):
+        """The gradient beside it, which the chain goes on from."""
+        (other,) = (
+            op
+            for op in gradient.graph.get_operations()
+            if op is not gradient.op
+            and op.type == "MatMul"
+            and op.inputs[0] is gradient.op.inputs[1]
         )
-        return chain.control_inputs
+        return other
 
     # Backwards: the last layer's gradients come first.
-    assert second.op in waits_for(first)
-    assert third.op in waits_for(second)
-    assert waits_for(third) == []
+    assert second.op in ancestors(of_input(second))
+    assert third.op in ancestors(second.op)
+    assert of_input(third) in ancestors(second.op)
+    assert of_input(second) in ancestors(first.op)
+
+
+def test_what_came_with_a_gradient_is_there_before_the_chain_goes_on():
+    """It frees what it is made from: both halves of a skip's gradient do."""
+
+    def trace(x, *kernels):
+        with tf.GradientTape() as tape:
+            tape.watch(kernels)
+            first, *rest = kernels
+            x = skip = tf.tanh(x @ first)
+            for kernel in rest:
+                x = tf.tanh(x @ kernel)
+            loss = tf.reduce_sum(tf.concat([skip, x], -1) ** 2)
+        gradients = tape.gradient(loss, kernels)
+        hold_back(gradients)
+        return gradients
+
+    gradients = in_graph(trace, (8, 3), *[(3, 3)] * 4)
+
+    _, second, third, _ = gradients
+    halves = [op for op in second.graph.get_operations() if op.type == "Slice"]
+    assert len(halves) == 2
+    assert set(halves) <= ancestors(third.op) < ancestors(second.op)
+
+
+def test_a_recomputation_starts_when_all_before_it_is_done():
+    def trace(x, *kernels):
+        part = remat.recompute(lambda x, kernel: tf.tanh(x @ kernel))
+        with tf.GradientTape() as tape:
+            tape.watch(kernels)
+            for kernel in kernels:
+                x = part(x, kernel)
+            loss = tf.reduce_sum(x)
+        gradients = tape.gradient(loss, kernels)
+        hold_back(gradients)
+        return gradients
+
+    first, second = in_graph(trace, (8, 3), (3, 3), (3, 3))
+
+    forward, *_, again = (
+        op for op in first.graph.get_operations() if op.type == "Tanh"
+    )
+    assert second.op in ancestors(again)
+    # TensorFlow may fuse what does not wait by itself.
+    assert again.control_inputs == forward.control_inputs == []
+
+
+def test_the_gradient_of_a_loop_is_ordered_without_a_cycle():
+    """It makes the loop anew, after what reads the loop's results."""
+    kernels = [tf.Variable(tf.eye(3)) for _ in range(2)]
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            x = tf.tanh(x @ kernels[0])
+            _, x = tf.while_loop(
+                lambda i, x: i < 3, lambda i, x: (i + 1, tf.sin(x)), (0, x)
+            )
+            loss = tf.reduce_sum(tf.tanh(x @ kernels[1]))
+        gradients = tape.gradient(loss, kernels)
+        hold_back(gradients)
+        return gradients
+
+    assert all(tf.reduce_any(g != 0) for g in step(tf.ones((2, 3))))
+
+
+def test_nothing_is_run_for_the_order_alone():
+    def trace(ordered, kernel, other):
+        with tf.GradientTape() as tape:
+            tape.watch([kernel, other])
+            # The gradient of the random addend is traced, and not wanted.
+            x = tf.tanh(tf.tanh(kernel) + tf.exp(tf.random.normal((3, 3))))
+            loss = tf.reduce_sum(x @ other)
+        gradients = tape.gradient(loss, [kernel, other])
+        if ordered:
+            hold_back(gradients)
+        ops = {gradient.op for gradient in gradients}
+        return len(ops | ancestors(*ops))
+
+    shapes = (3, 3), (3, 3)
+    counts = [
+        in_graph(functools.partial(trace, ordered), *shapes)
+        for ordered in (False, True)
+    ]
+
+    assert counts[0] == counts[1]
+
+
+def test_an_optimizer_updates_one_variable_after_another():
+    kernels = [keras.Variable(np.eye(3, dtype="float32")) for _ in range(3)]
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(kernels)
+
+    def trace(*gradients):
+        gradients = [tf.exp(gradient) for gradient in gradients]
+        with updates_in_turn(optimizer, gradients):
+            optimizer.apply(gradients, kernels)
+        return [gradient.op for gradient in gradients]
+
+    gradients = in_graph(trace, *[(3, 3)] * 3)
+
+    assigned = [
+        op
+        for op in gradients[0].graph.get_operations()
+        if op.type.startswith("Assign") and gradients[0] in ancestors(op)
+    ]
+    assert len(assigned) == 6
+    for before, after in itertools.pairwise(assigned[1::2]):
+        assert before in ancestors(after)
+    momenta = [op for op in ancestors(*assigned) if op.type == "Mul"]
+    assert momenta
+    assert all(set(gradients) <= ancestors(op) for op in momenta)
+    assert "update_step" not in vars(optimizer)
 
 
 def test_the_order_changes_no_value():

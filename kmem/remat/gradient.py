@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem import ordering
 from kmem.remat import dependencies
 from kmem.remat import purity
 from kmem.remat import state
@@ -244,7 +245,8 @@ class _Segment:
         """The differentiable results, in the order of the first run."""
         args, kwargs = self._arguments.join(tensors)
         ambient = state.restored(self._ambient, self._layers)
-        with self._explained(), _as(_SECOND), ambient, run:
+        unordered = ordering.unordered()
+        with unordered, self._explained(), _as(_SECOND), ambient, run:
             results = self._fn(*args, **kwargs)
         _, losses = run.take_losses()
         results = Structure((results, losses)).tensors
