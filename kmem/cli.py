@@ -19,6 +19,10 @@ _MODULES = {
         "kmem.plan_command",
         "Plan what a saved model's training step recomputes.",
     ),
+    "simulate": (
+        "kmem.simulate_command",
+        "Simulate DTR on a recorded step, under a budget.",
+    ),
 }
 
 

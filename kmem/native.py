@@ -161,6 +161,15 @@ def register_if_built() -> None:
         _register(find_library())
 
 
+def library() -> ctypes.CDLL:
+    """Returns the library, built if need be; its allocator may be unused."""
+    if not _state.loaded:
+        path = build()
+        with _state.lock:
+            _load_once(path)
+    return _state.library
+
+
 def allocator() -> ctypes.CDLL:
     """Returns the library, with its allocator in place.
 
@@ -222,11 +231,15 @@ def _register(path: pathlib.Path | None) -> bool:
     with _state.lock:
         if path is None or _state.registered:
             return _state.registered
-        if not _state.loaded:
-            _state.library = _load(path)
-            _state.loaded = True
+        _load_once(path)
         _state.registered = _state.library.kmem_register_allocator()
         return _state.registered
+
+
+def _load_once(path: pathlib.Path) -> None:
+    if not _state.loaded:
+        _state.library = _load(path)
+        _state.loaded = True
 
 
 def _load(path: pathlib.Path) -> ctypes.CDLL:

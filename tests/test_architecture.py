@@ -29,7 +29,14 @@ LAYERS = (
     {"keras_graph", "dtr", "sharding"},
     {"multilevel", "autotune"},
     {"session", "rehearsal", "planner", "trainer", "callbacks"},
-    {"report", "demo", "plan_command", "cli", "__init__"},
+    {
+        "report",
+        "demo",
+        "plan_command",
+        "simulate_command",
+        "cli",
+        "__init__",
+    },
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -63,7 +63,9 @@ Operator* Runtime::Record(const std::vector<Tensor*>& inputs,
     heuristic_->Restored(storage);
     UpdateCandidate(storage);
   });
-  return op;
+  if (!outputs.empty()) return op;
+  Collect(op);
+  return nullptr;
 }
 
 void Runtime::Retain(Tensor* tensor) {

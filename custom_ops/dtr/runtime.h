@@ -109,7 +109,8 @@ class Runtime {
 
   // Adds an operator that has just run. Its outputs have a handle each. Not
   // `pure`: it will not run again, and does not keep its inputs. Without
-  // inputs and not pure, it stands for what comes from outside.
+  // inputs and not pure, it stands for what comes from outside. Returns
+  // nullptr if it has no outputs: there is nothing to remember.
   Operator* Record(const std::vector<Tensor*>& inputs,
                    const std::vector<Output>& outputs, int64_t nanoseconds,
                    bool pure, void* work);

@@ -82,7 +82,9 @@ class Simulator : public Driver {
     if (status.ok()) {
       Operator* op =
           runtime_.Record(inputs, outputs, nanoseconds, true, nullptr);
-      for (Tensor& output : op->outputs) tensors_.push_back(&output);
+      for (size_t i = 0; i < outputs.size(); ++i) {
+        tensors_.push_back(&op->outputs[i]);
+      }
     }
     runtime_.Unlock(inputs);
     return status;

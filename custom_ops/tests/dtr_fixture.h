@@ -132,7 +132,9 @@ class Session {
       }
       Operator* op = runtime.Record(inputs, recorded, nanoseconds, pure,
                                     work.release());
-      for (Tensor& output : op->outputs) made.push_back(&output);
+      for (size_t i = 0; i < outputs.size(); ++i) {
+        made.push_back(&op->outputs[i]);
+      }
     }
     runtime.Unlock(inputs);
     return made;

@@ -59,6 +59,15 @@ void WhatNothingDependsOnIsForgotten() {
   CHECK_TRUE(session.driver.values.empty());
 }
 
+void AnOperatorWithoutOutputsIsNotRemembered() {
+  Session session;
+  Tensor* x = session.MakeSource(8);
+  CHECK_TRUE(session.Run({x}, {}).empty());
+  CHECK_TRUE(x->readers.empty());
+  CHECK_EQUAL(session.runtime.statistics().num_operators, 1);
+  CHECK_EQUAL(session.runtime.statistics().total_nanoseconds, 1);
+}
+
 void EvictionEndsAsSoonAsTheRequestFits() {
   Session session(Threshold(100));
   Tensor* x = session.MakeSource(10);
@@ -324,6 +333,7 @@ int main() {
   WhatNobodyHoldsIsDroppedAndMadeAgainWhenRead();
   WhatWasMadeAgainStaysUntilRoomIsNeeded();
   WhatNothingDependsOnIsForgotten();
+  AnOperatorWithoutOutputsIsNotRemembered();
   EvictionEndsAsSoonAsTheRequestFits();
   TheOrderOfRecomputationIsThatOfTheGraph();
   AChainOfTenThousandIsMadeAgainWithoutRecursion();

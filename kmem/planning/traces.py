@@ -18,6 +18,7 @@ import gzip
 import json
 import os
 import pathlib
+from collections.abc import Callable
 
 from kmem.planning.graph import Graph
 from kmem.planning.graph import Operation
@@ -50,20 +51,28 @@ def read_trace(path: str | os.PathLike[str]) -> Graph:
     read_trace(path).constant_bytes  # 8
     ```
     """
+    trace = _Trace()
+    read_instructions(path, trace.read)
+    return trace.graph()
+
+
+def read_instructions(
+    path: str | os.PathLike[str], read: Callable[[dict], None]
+) -> None:
+    """Calls `read` with each instruction of a trace; an error of its names
+    the line, as a `ValueError`."""
     path = pathlib.Path(path)
     opened = gzip.open if path.suffix == ".gz" else open
-    trace = _Trace()
     with opened(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                trace.read(json.loads(line))
+                read(json.loads(line))
             except (ValueError, KeyError, IndexError, TypeError) as error:
                 raise ValueError(
                     "A trace must hold one instruction of the format on each "
                     f"line. Received: {path.name}, line {number}: "
                     f"{line.strip()[:200]} ({error!r})"
                 ) from error
-    return trace.graph()
 
 
 class _Trace:

@@ -1,0 +1,169 @@
+"""DTR on a recorded training step: what a budget and a heuristic would cost.
+
+The native core that drives eager programs (custom_ops/dtr/) runs here with
+operators that take time and bytes but do nothing. As in the simulator of
+Kirisame et al. (ICLR 2021), what exists before the step stays in memory
+throughout, a change in place makes a new tensor, and the step's results have
+to be in memory together at its end; the cost is
+
+    time of all operators that ran / time of the program's operators.
+
+What it does not know: workspace, fragmentation, and the time that deciding
+takes. An operator is taken to run again with the same results.
+"""
+
+import ctypes
+import dataclasses
+
+from kmem import native
+from kmem.dtr.program import Program
+
+HEURISTICS = (
+    "dtr_eq",
+    "dtr",
+    "ancestors",
+    "msps",
+    "local",
+    "size_staleness",
+    "lru",
+    "random",
+)
+_NO_LIMIT = 2**63 - 1
+_DONE, _NO_ROOM = range(2)  # Of custom_ops/dtr/status.h.
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """What a program took.
+
+    Attributes:
+        seconds: The time of all operators that ran.
+        slowdown: That, over the time of the program's operators.
+        peak_bytes: The most that was in memory.
+        num_evictions: How often a tensor was chosen to be given up.
+        num_recomputations: How many operators ran again.
+        num_accesses: How many tensors were looked at to choose.
+    """
+
+    seconds: float
+    slowdown: float
+    peak_bytes: int
+    num_evictions: int
+    num_recomputations: int
+    num_accesses: int
+
+
+class BudgetFailed(ValueError):
+    """A program cannot run in a budget, or not with this heuristic.
+
+    Attributes:
+        thrashed: Whether it would have gone on; otherwise nothing was left to
+            give up.
+    """
+
+    def __init__(self, message: str, thrashed: bool):
+        super().__init__(message)
+        self.thrashed = thrashed
+
+
+class _Options(ctypes.Structure):
+    # In the order of Options in custom_ops/dtr/runtime.h.
+    _fields_ = [
+        ("threshold_bytes", ctypes.c_int64),
+        ("evictee_minimum_bytes", ctypes.c_int64),
+        ("recomputation_limit", ctypes.c_int64),
+        ("sqrt_sampling", ctypes.c_bool),
+        ("seed", ctypes.c_uint64),
+    ]
+
+
+class _Statistics(ctypes.Structure):
+    # In the order of Statistics in custom_ops/dtr/runtime.h.
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("live_bytes", "peak_bytes", "pinned_bytes", "num_operators"),
+            *("num_evictions", "num_recomputations"),
+            *("recomputed_nanoseconds", "total_nanoseconds"),
+            *("num_accesses", "least_threshold_bytes"),
+        )
+    ]
+
+
+def simulate(
+    program: Program,
+    budget_bytes: int | None = None,
+    heuristic: str = "dtr_eq",
+    *,
+    sqrt_sampling: bool = False,
+    seed: int = 0,
+    slowdown_limit: float = 4.0,
+) -> Simulation:
+    """Runs a program in a budget.
+
+    Args:
+        program: What to run.
+        budget_bytes: The peak to keep; `None` if there is none.
+        heuristic: What to give up first, one of `HEURISTICS`.
+        sqrt_sampling: Look at about the square root of the candidates.
+        seed: Of what is drawn at random.
+        slowdown_limit: When to give up, in times of the program.
+
+    Returns:
+        A `Simulation`.
+
+    Raises:
+        BudgetFailed: If the program cannot run like this.
+        ValueError: If there is no such heuristic.
+        NativeLibraryError: If the native library cannot be built.
+
+    Example:
+
+    ```python
+    import pathlib
+
+    from kmem.dtr.program import read_program
+    from kmem.dtr.simulator import simulate
+
+    path = pathlib.Path("step.log")
+    path.write_text(
+        '{"INSTRUCTION": "CONSTANT", "NAME": "x"}\\n'
+        '{"INSTRUCTION": "MEMORY", "NAME": "x", "MEMORY": "8"}\\n'
+    )
+    simulate(read_program(path)).peak_bytes  # 8
+    ```
+    """
+    if heuristic not in HEURISTICS:
+        raise ValueError(
+            f"`heuristic` must be one of {', '.join(HEURISTICS)}. "
+            f"Received: heuristic={heuristic!r}"
+        )
+    recomputed_seconds = (slowdown_limit - 1) * program.seconds
+    options = _Options(
+        threshold_bytes=_NO_LIMIT if budget_bytes is None else budget_bytes,
+        recomputation_limit=round(recomputed_seconds * 1e9),
+        sqrt_sampling=sqrt_sampling,
+        seed=seed,
+    )
+    found = _Statistics()
+    message = ctypes.create_string_buffer(500)
+    code = native.library().kmem_dtr_simulate(
+        program.numbers.ctypes.data_as(ctypes.c_void_p),
+        ctypes.c_int64(len(program.numbers)),
+        heuristic.encode(),
+        ctypes.byref(options),
+        ctypes.byref(found),
+        message,
+        ctypes.c_int64(len(message)),
+    )
+    if code != _DONE:
+        raise BudgetFailed(message.value.decode(), thrashed=code != _NO_ROOM)
+    seconds = found.total_nanoseconds / 1e9
+    return Simulation(
+        seconds=seconds,
+        slowdown=seconds / program.seconds if program.seconds else 1.0,
+        peak_bytes=found.peak_bytes,
+        num_evictions=found.num_evictions,
+        num_recomputations=found.num_recomputations,
+        num_accesses=found.num_accesses,
+    )

@@ -1,0 +1,109 @@
+"""`kmem simulate`: what DTR would cost a recorded step in less memory."""
+
+import argparse
+import pathlib
+
+from kmem.dtr.program import Program
+from kmem.dtr.program import read_program
+from kmem.dtr.simulator import HEURISTICS
+from kmem.dtr.simulator import BudgetFailed
+from kmem.dtr.simulator import Simulation
+from kmem.dtr.simulator import simulate
+from kmem.units import format_size
+from kmem.units import parse_size
+
+_ROW = "{:<16} {:>8} {:>10} {:>11} {:>11} {:>10}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Example: kmem simulate step.log.gz --budget 0.5 --best"
+    parser.add_argument(
+        "trace", type=pathlib.Path, help="a recorded step: JSON lines, or .gz"
+    )
+    parser.add_argument(
+        "--budget",
+        default="0.5",
+        help='the peak to keep: "2GB", or a share of the step\'s own peak '
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--heuristic", choices=HEURISTICS, default="dtr_eq")
+    parser.add_argument(
+        "--best", action="store_true", help="run all heuristics, name the best"
+    )
+    parser.add_argument(
+        "--sqrt-sampling",
+        action="store_true",
+        help="look at about the square root of the candidates",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of random choices")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what the budget costs; 0 if it can be kept."""
+    program = read_program(args.trace)
+    plain = simulate(program)
+    budget_bytes = _budget(args.budget, plain.peak_bytes)
+    print(
+        f"{args.trace.name}: {program.num_operators} operators, "
+        f"{program.seconds * 1e3:.1f} ms, peak {format_size(plain.peak_bytes)}"
+    )
+    share = budget_bytes / plain.peak_bytes if plain.peak_bytes else 1.0
+    print(f"budget: {format_size(budget_bytes)}, {share:.3g} of the peak")
+    print(
+        _ROW.format(
+            *("heuristic", "compute", "evictions", "recomputes"),
+            *("peak", "accesses"),
+        )
+    )
+    names = HEURISTICS if args.best else (args.heuristic,)
+    found = {
+        name: _simulate_and_print(program, budget_bytes, name, args)
+        for name in names
+    }
+    costs = {name: s.slowdown for name, s in found.items() if s is not None}
+    if not costs:
+        return 1
+    if args.best:
+        print(f"best: {min(costs, key=lambda name: costs[name])}")
+    return 0
+
+
+def _simulate_and_print(
+    program: Program, budget_bytes: int, name: str, args: argparse.Namespace
+) -> Simulation | None:
+    try:
+        found = simulate(
+            program,
+            budget_bytes,
+            name,
+            sqrt_sampling=args.sqrt_sampling,
+            seed=args.seed,
+        )
+    except BudgetFailed as error:
+        print(f"{name:<16} {error}")
+        return None
+    print(
+        _ROW.format(
+            name,
+            f"{found.slowdown:.3f}x",
+            found.num_evictions,
+            found.num_recomputations,
+            format_size(found.peak_bytes),
+            found.num_accesses,
+        )
+    )
+    return found
+
+
+def _budget(text: str, peak_bytes: int) -> int:
+    """A share is a plain number; the rest is parsed as everywhere."""
+    try:
+        share = float(text)
+    except ValueError:
+        return parse_size(text, "--budget")
+    if not 0 < share <= 1:
+        raise ValueError(
+            "`--budget` must be a size, or a share above 0 and at most 1. "
+            f"Received: {text}"
+        )
+    return int(share * peak_bytes)

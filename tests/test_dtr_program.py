@@ -1,0 +1,95 @@
+"""A recorded step becomes the numbers that the native core reads."""
+
+import json
+
+import pytest
+from trace_cases import STEP
+from trace_cases import call
+from trace_cases import constant
+from trace_cases import copy
+from trace_cases import release
+from trace_cases import write
+
+from kmem.dtr.program import read_program
+
+CONSTANT, CALL, RETAIN, RELEASE = range(4)
+
+
+@pytest.mark.parametrize("name", ["step.log", "step.log.gz"])
+def test_a_trace_becomes_numbers(tmp_path, name):
+    program = read_program(write(tmp_path / name, STEP))
+    assert program.num_operators == 5
+    assert program.seconds == 18
+    assert program.numbers.tolist() == [
+        *(CONSTANT, 100),  # w is 0
+        *(CALL, 2 * 10**9, 1, 0, 1, 40, -1),  # h is 1
+        *(CALL, 10**9, 1, 1, 1, 40, 0),  # v is 2, a view
+        *(RETAIN, 1),  # h2 is h
+        *(CALL, 3 * 10**9, 1, 1, 1, 40, -1),  # h is 3 now, h2 is not
+        *(RELEASE, 1),
+        *(RELEASE, 3),
+        *(CALL, 5 * 10**9, 2, 2, 0, 2, 10, -1, 30, -1),  # a, b are 4, 5
+        *(RELEASE, 1),
+        *(RELEASE, 2),
+        *(CALL, 7 * 10**9, 2, 4, 5, 1, 4, -1),  # s is 6
+        *(RELEASE, 4),
+        *(RETAIN, 6),  # b is s
+        *(RELEASE, 5),
+        *(RELEASE, 6),
+    ]
+
+
+def test_what_changes_a_view_is_as_large_as_its_storage(tmp_path):
+    lines = [
+        *constant("w", 1),
+        *call("matmul", ["w"], {"h": (40, -1)}, 0),
+        *call("slice", ["h"], {"v": (10, 0)}, 0),
+        {
+            "INSTRUCTION": "MUTATE",
+            "NAME": "add_",
+            "ARGS": ["w", "v"],
+            "MUTATE": [1],
+            "TIME": 0,
+        },
+    ]
+    program = read_program(write(tmp_path / "step.log", lines))
+    assert program.numbers.tolist()[-10:] == [
+        *(CALL, 0, 2, 0, 2, 1, 40, -1),
+        *(RELEASE, 2),
+    ]
+
+
+MAKES_TWO = call("split", ["w"], {"a": (1, -1), "b": (1, -1)}, 1)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{"INSTRUCTION": "CALL"}],
+        release("nobody"),
+        [{"INSTRUCTION": "DANCE"}],
+        call("f", ["w"], {"a": (-1, -1)}, 1)[:2],
+        call("f", ["w"], {"a": (1, 1)}, 1),
+        call("f", ["w"], {"a": (1, -2)}, 1),
+        call("f", ["w"], {"a": (1, -1)}, -1)[:1],
+        call("f", ["w"], {"w": (1, -1)}, 1),
+        copy("w", "w"),
+        [*MAKES_TWO[:3], *release("w")],
+        [*MAKES_TWO[:1], *MAKES_TWO[3:]],
+        [{"INSTRUCTION": "ALIAS", "NAME": "w", "ALIAS": -1}],
+        [constant("c", 1)[0], *constant("w", 1)[1:]],
+        [constant("c", 1)[0], *release("w")],
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, lines):
+    path = write(tmp_path / "bad.log", [*constant("w", 1), *lines])
+    last = 2 + len(lines)
+    with pytest.raises(ValueError, match=rf"bad\.log, line {last}: "):
+        read_program(path)
+
+
+def test_a_trace_that_breaks_off_is_refused(tmp_path):
+    path = tmp_path / "half.log"
+    path.write_text(json.dumps(constant("w", 1)[0]), encoding="utf-8")
+    with pytest.raises(ValueError, match="must end with a whole instruction"):
+        read_program(path)

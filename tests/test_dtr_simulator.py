@@ -1,0 +1,137 @@
+"""DTR on recorded steps: exact costs, budgets that are kept, and errors."""
+
+import re
+
+import pytest
+from trace_cases import STEP
+from trace_cases import call
+from trace_cases import constant
+from trace_cases import release
+from trace_cases import write
+
+from kmem import native
+from kmem.dtr import simulator
+from kmem.dtr.program import read_program
+from kmem.dtr.simulator import HEURISTICS
+from kmem.dtr.simulator import BudgetFailed
+from kmem.dtr.simulator import simulate
+from kmem.planning.simulate import simulate as run
+from kmem.planning.traces import read_trace
+
+pytestmark = pytest.mark.usefixtures("native_library")
+
+
+def training_step(num_layers, num_bytes=10, nanoseconds=100):
+    """A chain forward, and backward through all that it saved."""
+    lines = constant("x0", num_bytes)
+    for i in range(num_layers):
+        made = {f"x{i + 1}": (num_bytes, -1)}
+        lines += call("forward", [f"x{i}"], made, nanoseconds)
+    gradient = f"x{num_layers}"
+    for i in range(num_layers - 1, 0, -1):
+        made = {f"g{i}": (num_bytes, -1)}
+        lines += call("backward", [gradient, f"x{i}"], made, nanoseconds)
+        lines += release(gradient, f"x{i}")
+        gradient = f"g{i}"
+    return lines
+
+
+@pytest.fixture
+def program(tmp_path):
+    return read_program(write(tmp_path / "step.log", training_step(40)))
+
+
+def test_without_a_budget_nothing_runs_twice(program):
+    found = simulate(program)
+    assert found.slowdown == 1
+    assert found.seconds == program.seconds == pytest.approx(79e-7)
+    assert found.peak_bytes == 420
+    assert found.num_evictions == found.num_recomputations == 0
+
+
+def test_a_peak_is_that_of_the_planner(tmp_path):
+    path = write(tmp_path / "step.log", STEP)
+    graph = read_trace(path)
+    found = simulate(read_program(path))
+    assert found.seconds == pytest.approx(graph.seconds)
+    assert found.peak_bytes == run(graph, graph.program).peak_bytes
+
+
+def test_a_tensor_is_made_again_for_what_it_costs(tmp_path):
+    lines = [
+        *constant("x", 10),
+        *call("a", ["x"], {"a": (40, -1)}, 100),
+        *call("b", ["a"], {"b": (40, -1)}, 300),
+        *call("c", ["b"], {"c": (40, -1)}, 300),
+        *release("b"),
+        *call("d", ["a", "c"], {"d": (10, -1)}, 300),
+    ]
+    program = read_program(write(tmp_path / "step.log", lines))
+    found = simulate(program, 100)
+    assert found.slowdown == pytest.approx(1.1)
+    assert (found.num_evictions, found.num_recomputations) == (1, 1)
+    assert found.peak_bytes == 100
+
+
+@pytest.mark.parametrize("heuristic", HEURISTICS)
+@pytest.mark.parametrize("sqrt_sampling", [False, True])
+def test_every_heuristic_keeps_the_budget(program, heuristic, sqrt_sampling):
+    found = simulate(
+        program, 120, heuristic, sqrt_sampling=sqrt_sampling, slowdown_limit=99
+    )
+    assert found.peak_bytes <= 120
+    assert found.slowdown > 1
+    assert found.num_accesses > 0
+    assert found == simulate(
+        program, 120, heuristic, sqrt_sampling=sqrt_sampling, slowdown_limit=99
+    )
+
+
+def test_what_is_drawn_depends_on_the_seed(program):
+    found = {
+        simulate(program, 150, "random", seed=seed, slowdown_limit=99)
+        for seed in range(5)
+    }
+    assert len(found) > 1
+
+
+def test_less_memory_costs_more_time(program):
+    shares = (0.9, 0.5, 0.2)
+    costs = [simulate(program, int(420 * s)).slowdown for s in shares]
+    assert costs == sorted(costs)
+    assert costs[0] < 1.1 and costs[-1] < 2.5
+
+
+def test_a_budget_that_cannot_be_kept_names_one_that_could(program):
+    with pytest.raises(
+        BudgetFailed, match=r"must be at least 40 bytes: .* Received: 39"
+    ) as caught:
+        simulate(program, 39)
+    assert not caught.value.thrashed
+    simulate(program, 40, slowdown_limit=99)
+
+
+def test_recomputation_without_end_is_ended(program):
+    with pytest.raises(BudgetFailed, match="Recomputation must end") as caught:
+        simulate(program, 40, slowdown_limit=2)
+    assert caught.value.thrashed
+
+
+def test_a_heuristic_must_be_one_that_there_is(program):
+    with pytest.raises(
+        ValueError, match="`heuristic` must be one of dtr_eq, .*'best'"
+    ):
+        simulate(program, 100, "best")
+
+
+@pytest.mark.parametrize("name", ["Options", "Statistics"])
+def test_structures_are_those_of_the_core(name):
+    header = native.sources_folder() / "dtr" / "runtime.h"
+    body = re.search(
+        rf"^struct {name} {{$(.*?)^}};$",
+        header.read_text(),
+        flags=re.MULTILINE | re.DOTALL,
+    )[1]
+    theirs = re.findall(r"^  (u?int64_t|bool) (\w+) =", body, re.MULTILINE)
+    ours = getattr(simulator, f"_{name}")._fields_
+    assert [field for _, field in theirs] == [field for field, _ in ours]

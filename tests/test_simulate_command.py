@@ -1,0 +1,53 @@
+"""`kmem simulate`, called in this process."""
+
+import pytest
+from test_dtr_simulator import training_step
+from trace_cases import write
+
+from kmem import cli
+from kmem.dtr.simulator import HEURISTICS
+
+pytestmark = pytest.mark.usefixtures("native_library")
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return str(write(tmp_path / "step.log.gz", training_step(40)))
+
+
+def test_it_says_what_a_budget_costs(trace, capsys):
+    assert cli.main(["simulate", trace, "--budget", "0.5"]) == 0
+    first, second, header, row = capsys.readouterr().out.splitlines()
+    assert first == "step.log.gz: 79 operators, 0.0 ms, peak 420 B"
+    assert second == "budget: 210 B, 0.5 of the peak"
+    assert header.split() == [
+        *("heuristic", "compute", "evictions", "recomputes"),
+        *("peak", "accesses"),
+    ]
+    name, compute, evictions, recomputes, *peak, _ = row.split()
+    assert (name, peak) == ("dtr_eq", ["210", "B"])
+    assert 1 < float(compute.removesuffix("x")) < 1.6
+    assert int(evictions) > 0 and int(recomputes) > 0
+
+
+def test_best_runs_all_heuristics_and_names_the_cheapest(trace, capsys):
+    assert cli.main(["simulate", trace, "--budget", "210B", "--best"]) == 0
+    *_, best = lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split()[1] for line in lines[3:-1]}
+    assert tuple(rows) == HEURISTICS
+    name = best.removeprefix("best: ")
+    costs = {k: float(v[:-1]) for k, v in rows.items() if v.endswith("x")}
+    assert costs[name] == min(costs.values())
+
+
+def test_a_budget_that_cannot_be_kept_fails(trace, capsys):
+    assert cli.main(["simulate", trace, "--budget", "20B"]) == 1
+    assert "must be at least 30 bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("budget", ["0", "1.5", "much"])
+def test_a_budget_must_be_a_size_or_a_share(trace, budget, capsys):
+    assert cli.main(["simulate", trace, "--budget", budget]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("kmem simulate: `--budget` must be a ")
+    assert budget in message
