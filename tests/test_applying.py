@@ -104,12 +104,6 @@ def test_a_plan_leaves_every_number_as_it_is(make, segments):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.xfail(
-    reason="In graphs the last bit differs: it does not with some of "
-    "TensorFlow's graph optimizer off, but for a weight that is used three "
-    "times, whose gradients may be added up in another order",
-    strict=True,
-)
 @pytest.mark.parametrize(
     "activation, num_calls, segments",
     [

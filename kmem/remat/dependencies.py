@@ -37,27 +37,34 @@ def after(
             computed from these alone may be merged then.
     """
     if in_xla():
-        never = _never(gradients)
-        # A zero of the tensor's shape would be computed when XLA compiles.
-        delayed = [tf.where(never, tf.zeros([], t.dtype), t) for t in tensors]
-        return delayed, [tf.identity(w) for w in weights]
+        return delayed(gradients, tensors), [tf.identity(w) for w in weights]
     if tf.executing_eagerly():
         gradients = []
     with tf.control_dependencies(gradients):
-        delayed = [tf.identity(t) for t in tensors]
-        return delayed, [tf.identity(w) for w in weights]
+        return list(map(tf.identity, tensors)), list(map(tf.identity, weights))
 
 
-def _never(gradients):
-    """False, computed from the gradients such that no compiler can tell."""
-    first = []
-    for gradient in gradients:
-        element = tf.reshape(gradient, [-1])[:1]
-        if element.dtype.is_complex:
-            element = tf.math.real(element)
-        # No number's sign is 2, and a comparison with NaN is false.
-        first.append(tf.reduce_any(tf.sign(element) > 2))
-    return tf.reduce_any(first)
+def delayed(
+    gradients: list[tf.Tensor], tensors: list[tf.Tensor]
+) -> list[tf.Tensor]:
+    """The tensors, such that XLA cannot compute them before the gradients."""
+    if not tensors:
+        return []
+    never = tf.reduce_any([_never(gradient) for gradient in gradients])
+    # A zero of the tensor's shape would be computed when XLA compiles.
+    return [tf.where(never, tf.zeros([], t.dtype), t) for t in tensors]
+
+
+def _never(gradient: tf.Tensor) -> tf.Tensor:
+    """False, computed from a gradient such that no compiler can tell.
+
+    From all of it: XLA would compute a single element of it by itself, and
+    again wherever that is read, and keep what it needs for that.
+    """
+    if gradient.dtype.is_complex:
+        gradient = tf.math.real(gradient)
+    # No number's sign is 2, and a comparison with NaN is false.
+    return tf.reduce_any(tf.sign(gradient) > 2)
 
 
 def before(gradients: list, results: list) -> list:
@@ -87,8 +94,10 @@ def _values(gradient):
 def _identity(gradient):
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
-            tf.identity(gradient.values),
+            _identity(gradient.values),
             gradient.indices,
             gradient.dense_shape,
         )
-    return tf.identity(gradient)
+    # Sorts among other names as the gradient itself does (see names.py).
+    with tf.name_scope(f"{gradient.op.name}/"):
+        return tf.identity(gradient)

@@ -11,8 +11,10 @@ import tensorflow as tf
 
 from kmem import ordering
 from kmem.remat import dependencies
+from kmem.remat import names
 from kmem.remat import purity
 from kmem.remat import state
+from kmem.remat import uses
 from kmem.remat.structure import Structure
 from kmem.remat.structure import is_differentiable
 
@@ -116,6 +118,7 @@ class _Segment:
         self._fn = fn
         self._arguments = arguments
         self._ambient = state.ambient()
+        self._scopes = names.Scopes()
         self._noted_outputs: set[int] = set()
 
     def check(self) -> None:
@@ -164,15 +167,20 @@ class _Segment:
 
     def _first_run(self, tensors):
         args, kwargs = self._arguments.join(list(map(state.untracked, tensors)))
-        before = _num_operations()
-        with self._explained(), _as(_FIRST), state.FirstRun() as run:
+        self._scopes = names.Scopes()
+        before = len(_operations())
+        with (
+            self._explained(),
+            _as(_FIRST),
+            self._scopes.recorded(),
+            state.FirstRun() as run,
+        ):
             results = self._fn(*args, **kwargs)
-        if before is not None:
-            graph = tf.compat.v1.get_default_graph()
-            found = purity.effects(graph.get_operations()[before:])
-            if found:
-                reason = f"contains {', '.join(found)}"
-                raise purity.not_recomputable(self._fn, reason)
+        self._first = _operations()[before:]
+        found = purity.effects(self._first)
+        if found:
+            reason = f"contains {', '.join(found)}"
+            raise purity.not_recomputable(self._fn, reason)
         return run, results
 
     def _linked(self, tensors: list) -> list:
@@ -216,13 +224,19 @@ class _Segment:
             tape.watch([inputs, self._raw])
             trained = [variable for variable, _ in self._trained]
             run = state.SecondRun(values, trained, tape)
+            before = len(_operations())
             outputs = self._second_run(tensors, run)
+            after = len(_operations())
         outputs = [outputs[i] for i in sorted(wanted)]
         sources = [inputs, run.watched, self._raw]
         found: Any = tape.gradient(outputs, sources, output_gradients=known)
         of_inputs, of_values, of_raw = found
         of_variables = [*map(_sum, of_values), *of_raw]
-        of_inputs = dependencies.before(of_variables, of_inputs)
+        made = _operations()
+        # Not held back, as what they read would be.
+        with ordering.unordered():
+            readers = uses.shown(self._first, made[before:after], made[after:])
+        of_inputs = dependencies.before([*of_variables, *readers], of_inputs)
         return [*of_inputs, *of_variables]
 
     def _delayed(self, gradients: list) -> tuple[list, list]:
@@ -245,8 +259,15 @@ class _Segment:
         """The differentiable results, in the order of the first run."""
         args, kwargs = self._arguments.join(tensors)
         ambient = state.restored(self._ambient, self._layers)
-        unordered = ordering.unordered()
-        with unordered, self._explained(), _as(_SECOND), ambient, run:
+        repeated = self._scopes.repeated()
+        with (
+            ordering.unordered(),
+            self._explained(),
+            _as(_SECOND),
+            ambient,
+            repeated,
+            run,
+        ):
             results = self._fn(*args, **kwargs)
         _, losses = run.take_losses()
         results = Structure((results, losses)).tensors
@@ -277,7 +298,8 @@ def _sum(gradients: list):
     return tf.add_n([tf.convert_to_tensor(g) for g in present])
 
 
-def _num_operations() -> int | None:
+def _operations() -> list[tf.Operation]:
+    """All of the graph so far; none in eager mode."""
     if tf.executing_eagerly():
-        return None
-    return len(tf.compat.v1.get_default_graph().get_operations())
+        return []
+    return tf.compat.v1.get_default_graph().get_operations()
