@@ -39,8 +39,11 @@ def solve(cp_model, program: dict) -> dict:
     solver.parameters.max_time_in_seconds = program["seconds_limit"]
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = program["seed"]
-    # Proves the chains of tests/test_dag.py several times faster.
-    solver.parameters.linearization_level = 2
+    if program["by_cores"]:
+        solver.parameters.optimize_with_core = True
+        solver.parameters.linearization_level = 0
+    else:
+        solver.parameters.linearization_level = 2
     status = solver.solve(model)
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     return {

@@ -33,6 +33,8 @@ from kmem.planning.solvers.neighbourhood import choose
 _TURN_SECONDS = 4.0
 # How many operations CP-SAT gets at first: more and more, while it is quick.
 _FIRST_SIZE = 40
+# How long to try to prove a small graph's best schedule first.
+_PROOF_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +233,7 @@ class _Search:
         anneal_seconds = _TURN_SECONDS
         with cpsat.CpSat(self.seed) as solver:
             if self.size >= len(self.graph.operations):
-                self._resolve_part(solver)
+                self._prove(solver)
             while not self.is_optimal and self.passed < self.seconds_limit:
                 before = self.best_seconds
                 self._anneal(self._turn(anneal_seconds))
@@ -246,13 +248,33 @@ class _Search:
     def _turn(self, seconds: float) -> float:
         return min(self.passed + seconds, self.seconds_limit)
 
+    def _prove(self, solver: cpsat.CpSat) -> None:
+        """Tries the whole of a small graph for a short time."""
+        operations = set(self.graph.program)
+        free = {i for i in operations if self.graph.operations[i].recomputable}
+        seconds = min(_PROOF_SECONDS, self.seconds_limit / 2)
+        answer = self._resolve(free, solver, seconds, by_cores=True)
+        self.is_optimal = self.is_optimal or answer.is_optimal
+
+    def _resolve(self, free: set[int], solver, seconds, by_cores=False):
+        """Lets CP-SAT choose when some operations run again."""
+        graph = self.graph
+        stages = set(range(len(graph.operations) + 1))
+        slots = open_slots(graph, tuple(self.best), free, stages)
+        answer = resolve(
+            graph, slots, self.budget_bytes, solver, seconds, by_cores
+        )
+        if answer.schedule is not None:
+            steps = self.local.tighten(list(answer.schedule))
+            if self.local.peak(steps) <= self.local.budget_bytes:
+                self._accept(steps)
+        return answer
+
     def _resolve_part(self, solver: cpsat.CpSat) -> None:
         """Solves a part of the best schedule exactly; next time a larger one
         if that was quick, until the part is the whole."""
         graph = self.graph
         free = choose(self.local, self.best, self.size, self.random)
-        stages = set(range(len(graph.operations) + 1))
-        slots = open_slots(graph, tuple(self.best), free, stages)
         left = max(0.1, self.seconds_limit - self.passed)
         whole = len(free) == self.num_recomputable
         forward = self.size == graph.num_forward
@@ -262,11 +284,7 @@ class _Search:
         else:
             left = min(left, _TURN_SECONDS)
         begin = self.passed
-        answer = resolve(graph, slots, self.budget_bytes, solver, left)
-        if answer.schedule is not None:
-            steps = self.local.tighten(list(answer.schedule))
-            if self.local.peak(steps) <= self.local.budget_bytes:
-                self._accept(steps)
+        answer = self._resolve(free, solver, left)
         if not answer.is_optimal:
             self.size = max(4, int(self.size * 0.8))
         elif whole:

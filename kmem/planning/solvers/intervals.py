@@ -111,6 +111,7 @@ def resolve(
     budget_bytes: int,
     solver: CpSat,
     seconds_limit: float,
+    by_cores: bool = False,
 ) -> Resolved:
     """Chooses which free slots run, for the least time in the budget.
 
@@ -120,9 +121,10 @@ def resolve(
         budget_bytes: The peak that the schedule may have.
         solver: CP-SAT.
         seconds_limit: How long to search.
+        by_cores: How, see `CpSat.solve`.
     """
     builder = _Builder(graph, slots, budget_bytes)
-    answer = solver.solve(builder.build(), seconds_limit)
+    answer = solver.solve(builder.build(), seconds_limit, by_cores)
     schedule = None
     if answer.values is not None:
         values = answer.values
