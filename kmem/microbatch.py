@@ -14,11 +14,13 @@ import tensorflow as tf
 
 from kmem import capture
 from kmem import ordering
+from kmem import xla
 from kmem.loss_terms import ROWS
 from kmem.loss_terms import SUM
 from kmem.loss_terms import LossTerms
 from kmem.loss_terms import recording
 from kmem.parts import Parts
+from kmem.remat import dependencies
 
 
 @dataclasses.dataclass
@@ -144,7 +146,8 @@ class GradientStep:
         ):
             logs = self._train_step(data)
         if self._ordered and not tf.executing_eagerly():
-            ordering.hold_back(update.gradients or [])
+            order = xla if dependencies.in_xla() else ordering
+            order.hold_back(update.gradients or [])
         return _Part([update, *updates], logs, results, share, split)
 
     def _count_denominators(self, parts: Parts) -> dict[str, tf.Tensor]:

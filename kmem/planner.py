@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from kmem import batches
 from kmem import memory
+from kmem import xla
 from kmem.accumulation import build_optimizer
 from kmem.capture import all_layers
 from kmem.keras_graph import matching
@@ -51,12 +52,14 @@ class _Learned:
     Attributes:
         chooser: Their plans.
         extra_bytes: What their steps need beyond what the drawing tells.
+        rehearsed: The plans that were run, with the same for each.
         plans: Those that were made, with what was in memory before, by what
             was asked for.
     """
 
     chooser: Chooser
     extra_bytes: int = 0
+    rehearsed: dict[Point, int] = dataclasses.field(default_factory=dict)
     plans: dict[tuple, tuple[int, Plan]] = dataclasses.field(
         default_factory=dict
     )
@@ -154,6 +157,8 @@ def with_plan(
         ValueError: If the plan is for other batches, if none fits in the
             budget, or if the shapes of the batches are not known.
     """
+    if profiling.mode(model) == "xla":
+        xla.prefer_little_memory()
     if batch is not None:
         replicas = model.distribute_strategy.num_replicas_in_sync
         batch = batches.part_of(batch, replicas)
@@ -189,6 +194,9 @@ def make_plan(
 
     What is learned of a model serves all models of the same structure.
     """
+    compiled = profiling.mode(model) == "xla"
+    if compiled:
+        xla.prefer_little_memory()
     count = options.microbatches.count if options.microbatches else 1
     part = batches.part_of(batch, count)
     # The same for all budgets.
@@ -197,13 +205,13 @@ def make_plan(
         recording = profiling.record_batch(model, part)
         key = (
             *(matching.structure(recording), batches.to_json(batch), rest),
-            *(options.remat.solver, costs, _mode(model)),
+            *(options.remat.solver, costs, profiling.mode(model)),
             type(getattr(model, "optimizer", None)),
         )
         learned = _learned.pop(key, None)
         if learned is None:
             measured = costs == "measured"
-            profile = profiling.measure(recording, measured, verbose)
+            profile = profiling.measure(recording, measured, verbose, compiled)
             chooser = Chooser(profile.network, options.remat.solver)
             learned = _Learned(chooser)
     _learned[key] = learned
@@ -256,7 +264,9 @@ class _Planner:
     def _within(self, budget: int, resident: int, reserved: int) -> Plan:
         """The fastest plan that keeps the budget when it is rehearsed."""
         target = int((1 - _MARGIN) * budget)
-        best: Plan | None = None
+        best = self._known_within(target, budget)
+        if best and target - best.predicted_peak_bytes <= _SLACK * budget:
+            return best
         tried: set[tuple] = set()
         for attempt in range(_MAX_REHEARSALS):
             last = attempt == _MAX_REHEARSALS - 1
@@ -278,7 +288,7 @@ class _Planner:
             # The more attempts have failed, the more is left free.
             resident = found.resident_bytes + attempt * max(excess, 0)
         if best is None:
-            raise self._infeasible(budget, found.resident_bytes, reserved)
+            raise self._infeasible(budget, reserved)
         return best
 
     def _point(self, budget_bytes: int, smallest: bool) -> Point:
@@ -290,14 +300,29 @@ class _Planner:
                 pass
         return self._chooser.smallest
 
-    def _infeasible(self, budget, resident, reserved) -> InfeasibleBudget:
-        graph = self._chooser.network.graph
-        smallest = self._chooser.smallest.peak_bytes
-        # With what the last rehearsal has shown.
+    def _known_within(self, target: int, budget: int) -> Plan | None:
+        """The fastest of the plans that were rehearsed before."""
+        fit = [
+            point
+            for point, extra in self._learned.rehearsed.items()
+            if point.peak_bytes + extra + self._in_use <= target
+        ]
+        if not fit:
+            return None
+        point = min(fit, key=lambda point: point.seconds)
+        return self._measured(point, budget, self._in_use)
+
+    def _infeasible(self, budget: int, reserved: int) -> InfeasibleBudget:
+        drawn = self._chooser.smallest.peak_bytes
+        rehearsed = self._learned.rehearsed.items()
+        seen = [point.peak_bytes + extra for point, extra in rehearsed]
+        smallest = min(seen, default=drawn)
+        bound = min(peak_lower_bound(self._chooser.network.graph), drawn)
+        bound = min(bound + self._learned.extra_bytes, smallest)
         return InfeasibleBudget(
             budget + reserved,
-            int((smallest + resident) / (1 - _MARGIN)) + 1 + reserved,
-            min(peak_lower_bound(graph), smallest) + resident + reserved,
+            int((smallest + self._in_use) / (1 - _MARGIN)) + 1 + reserved,
+            bound + self._in_use + reserved,
         )
 
     def _measured(self, point: Point, budget, resident) -> Plan:
@@ -305,14 +330,17 @@ class _Planner:
         made = self._made(point, budget, resident)
         if not self._rehearses:
             return made
-        options = dataclasses.replace(self._options, remat=Remat(plan=made))
-        peak = rehearse(Session(self._model, options), self._batch)
-        if peak is None:
-            peak = made.predicted_peak_bytes
-            peak += int(_OUT_OF_MEMORY_STEP * point.peak_bytes)
-        resident = peak - point.peak_bytes
-        self._learned.extra_bytes = resident - self._in_use
-        return self._made(point, budget, resident)
+        extra = self._learned.rehearsed.get(point)
+        if extra is None:
+            options = dataclasses.replace(self._options, remat=Remat(plan=made))
+            peak = rehearse(Session(self._model, options), self._batch)
+            if peak is None:
+                peak = made.predicted_peak_bytes
+                peak += int(_OUT_OF_MEMORY_STEP * point.peak_bytes)
+            extra = peak - point.peak_bytes - self._in_use
+            self._learned.rehearsed[point] = extra
+        self._learned.extra_bytes = extra
+        return self._made(point, budget, self._in_use + extra)
 
     def _made(self, point: Point, budget, resident) -> Plan:
         model, solver = self._model, self._options.remat.solver
@@ -321,18 +349,12 @@ class _Planner:
             network=self._chooser.network,
             segments=point.segments,
             batch=batches.to_json(self._part),
-            mode=_mode(model),
+            mode=profiling.mode(model),
             solver=solver if isinstance(solver, str) else "genetic",
             budget_bytes=budget,
             resident_bytes=resident,
             lower_bound_seconds=self._chooser.lower_bound_seconds(within),
         )
-
-
-def _mode(model: keras.Model) -> str:
-    if model.run_eagerly:
-        return "eager"
-    return "xla" if model.jit_compile else "graph"
 
 
 def _pipeline_bytes(arguments: MutableMapping[str, Any], batch) -> int:

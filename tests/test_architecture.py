@@ -19,6 +19,7 @@ LAYERS = (
         "capture",
         "loss_terms",
         "ordering",
+        "xla",
         "parts",
         "microbatch",
         "accumulation",

@@ -3,8 +3,9 @@
 Bytes that are kept come from the traced graph of the call and its gradient:
 what the gradient's operations read of the forward pass's. Working memory is
 measured, since only the kernels know it; time is measured, or computed from
-the number of floating point operations and of bytes moved. What this module
-does not do: see what TensorFlow fuses across layers.
+the number of floating point operations and of bytes moved. XLA's kernels are
+others than TensorFlow's, so for a step that is compiled each call is. What
+this module does not do: see what is fused across layers.
 """
 
 import dataclasses
@@ -62,7 +63,7 @@ class Cost:
     backward_workspace_bytes: int
 
 
-def cost_of(call: Call, measured: bool) -> Cost:
+def cost_of(call: Call, measured: bool, compiled: bool = False) -> Cost:
     """Traces a call with its gradient, and runs both.
 
     Nothing is changed: what is assigned within is dropped.
@@ -70,8 +71,9 @@ def cost_of(call: Call, measured: bool) -> Cost:
     Args:
         call: A call of a layer or operation.
         measured: Whether seconds are measured; computed otherwise.
+        compiled: Whether XLA compiles the step.
     """
-    return _Step(call).cost(measured)
+    return _Step(call).cost(measured, compiled)
 
 
 class _Step:
@@ -104,11 +106,12 @@ class _Step:
         variables = getattr(call.operation, "variables", [])
         self._parameter_bytes = sum(num_bytes(v.value) for v in variables)
 
-    def cost(self, measured: bool) -> Cost:
+    def cost(self, measured: bool, compiled: bool) -> Cost:
+        run = _run_compiled if compiled else _run_looped
         both = _Backward(self._run, self._variables)
         traced = both.trace(self._inputs, self._results)
-        forward_run = _measure(self._run, self._inputs)
-        backward_run = _measure(both.run, self._inputs, self._results)
+        forward_run = run(self._run, self._inputs)
+        backward_run = run(both.run, self._inputs, self._results)
         made = both.residual_bytes + both.gradient_bytes
         made += sum(num_bytes(self._results[i]) for i in both.kept_outputs)
         made += sum(
@@ -257,7 +260,7 @@ class _Run:
     peak_bytes: int
 
 
-def _measure(run: Callable, *specs) -> _Run:
+def _run_looped(run: Callable, *specs) -> _Run:
     """Runs a function of lists of tensors in a loop.
 
     What starts and ends a function's run may take far longer than a small
@@ -279,10 +282,34 @@ def _measure(run: Callable, *specs) -> _Run:
 
     arguments = [[_random(spec) for spec in group] for group in specs]
     loop = tf.function(repeat, autograph=False)
+    return _measure(lambda count: loop(tf.constant(count), *arguments).numpy())
+
+
+def _run_compiled(run: Callable, *specs) -> _Run:
+    """Runs a function of lists of tensors, compiled, some times in a row.
+
+    Not in a loop, out of which XLA would take all that is the same each time.
+    """
+
+    def once(*tensors):
+        return tf.nest.flatten(run(*tensors), expand_composites=True)
+
+    arguments = [[_random(spec) for spec in group] for group in specs]
+    function = tf.function(once, autograph=False, jit_compile=True)
+
+    def repeat(count):
+        for _ in range(count):
+            function(*arguments)
+
+    return _measure(repeat)
+
+
+def _measure(repeat: Callable[[int], Any]) -> _Run:
+    """Measures a function that does something a number of times."""
 
     def seconds(count: int) -> float:
         begin = time.perf_counter()
-        loop(tf.constant(count), *arguments).numpy()
+        repeat(count)
         return time.perf_counter() - begin
 
     seconds(1)

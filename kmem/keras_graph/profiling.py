@@ -119,7 +119,16 @@ def profile(
         raise ValueError(
             f'`costs` must be "measured" or "flops". Received: costs={costs!r}'
         )
-    return measure(record_batch(model, batch), costs == "measured")
+    compiled = mode(model) == "xla"
+    recording = record_batch(model, batch)
+    return measure(recording, costs == "measured", compiled=compiled)
+
+
+def mode(model: keras.Model) -> Literal["eager", "graph", "xla"]:
+    """How Keras runs the model's steps."""
+    if model.run_eagerly:
+        return "eager"
+    return "xla" if model.jit_compile else "graph"
 
 
 def record_batch(model: keras.Model, batch: Any) -> Recording:
@@ -139,7 +148,12 @@ def record_batch(model: keras.Model, batch: Any) -> Recording:
     return record(model, specs)
 
 
-def measure(recording: Recording, measured: bool, verbose: int = 0) -> Profile:
+def measure(
+    recording: Recording,
+    measured: bool,
+    verbose: int = 0,
+    compiled: bool = False,
+) -> Profile:
     """Costs each call; equal calls are run once."""
     known: dict[str, Cost] = {}
     found = []
@@ -152,7 +166,7 @@ def measure(recording: Recording, measured: bool, verbose: int = 0) -> Profile:
         else:
             key = _signature(call)
             if key not in known:
-                known[key] = call_costs.cost_of(call, measured)
+                known[key] = call_costs.cost_of(call, measured, compiled)
             found.append(known[key])
         if verbose:
             progress.add(1)

@@ -1,0 +1,213 @@
+"""Under XLA: the order of a step, and the budget that its plan keeps.
+
+XLA reads its flags once, so what depends on them is run in fresh processes.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kmem import xla
+
+WIDTH, ROWS, DEPTH = 64, 1024, 8
+
+# Eight wide products, of which each is read once: a matter of order.
+WIDE_BYTES = 1024 * 4096 * 4
+FLAG = """
+    import os
+
+    import tensorflow as tf
+
+    from kmem import memory, native, xla
+
+    native.allocator()
+    before = dict(os.environ)
+    if {prefer}:
+        xla.prefer_little_memory()
+    assert dict(os.environ) == before
+
+    @tf.function(jit_compile=True)
+    def step(x):
+        wide = [tf.matmul(x, tf.ones((64, 4096)) * i) for i in range(1, 9)]
+        return [tf.matmul(w, tf.ones((4096, 64))) for w in wide]
+
+    x = tf.ones((1024, 64))
+    step(x)
+    with memory.track("CPU") as usage:
+        step(x)
+    print(usage.peak_bytes - usage.start_bytes)
+"""
+
+TRAINED = """
+    import json
+
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import kmem
+
+    kmem.native.allocator()
+
+    def build():
+        keras.utils.set_random_seed(0)
+        x = inputs = keras.Input((32, 32, 8))
+        for _ in range(6):
+            y = keras.layers.Conv2D(16, 3, padding="same")(x)
+            y = keras.layers.BatchNormalization()(y)
+            x = keras.layers.ReLU()(y)
+        outputs = keras.layers.Dense(1)(keras.layers.Flatten()(x))
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", "mse", jit_compile=True)
+        return kmem.wrap(model)
+
+    random = np.random.default_rng(0)
+    x = tf.constant(random.normal(size=(32, 32, 32, 8)), tf.float32)
+    batch = x, x[:, 0, 0, :1]
+
+    def train(plan):
+        model = build()
+        if plan is not None:
+            model.memory_options = kmem.MemoryOptions(remat=plan)
+        losses = [float(model.train_on_batch(*batch))]
+        with kmem.memory.track("CPU") as usage:
+            losses += [float(model.train_on_batch(*batch)) for _ in range(2)]
+        return losses, usage.peak_bytes
+
+    model = build()
+    plans = [
+        kmem.plan(model, batch, budget=share, costs="flops")
+        for share in (1.0, 0.85, 0.7)
+    ]
+    found = []
+    del model
+    for plan in (None, *plans):
+        losses, peak = train(plan)
+        found.append({
+            "losses": losses,
+            "peak": peak,
+            "budget": plan and plan.budget_bytes,
+            "predicted": plan and plan.predicted_peak_bytes,
+            "slowdown": plan and plan.slowdown,
+        })
+    print(json.dumps(found))
+"""
+
+
+def run(python, code):
+    status, output, errors = python.run(code)
+    assert status == 0, errors
+    return json.loads(output)
+
+
+def test_xla_can_be_told_to_take_less_memory(native_library, python):
+    default = run(python, FLAG.format(prefer=False))
+    preferred = run(python, FLAG.format(prefer=True))
+
+    assert default >= 8 * WIDE_BYTES
+    assert preferred < 4 * WIDE_BYTES
+
+
+def test_an_order_that_was_chosen_stays(native_library, python):
+    flags = "--xla_cpu_enable_concurrency_optimized_scheduler=true"
+    code = FLAG.format(prefer=True)
+
+    status, output, errors = python.run(code, XLA_FLAGS=flags)
+
+    assert status == 0, errors
+    assert int(output) >= WIDE_BYTES * 8
+
+
+@pytest.mark.slow
+def test_budgets_are_kept_and_predicted_with_the_same_numbers(
+    native_library, python
+):
+    plain, *planned = run(python, TRAINED)
+
+    assert planned[1]["slowdown"] > 1
+    for found in planned:
+        np.testing.assert_allclose(found["losses"], plain["losses"], rtol=1e-4)
+        assert found["peak"] <= found["budget"]
+        assert found["peak"] == pytest.approx(found["predicted"], rel=0.1)
+    assert planned[2]["peak"] < planned[1]["peak"] < plain["peak"]
+
+
+def layers_and_input():
+    random = np.random.default_rng(0)
+    weights = [
+        tf.Variable(random.normal(size=(WIDTH, WIDTH)) / 8, dtype=tf.float32)
+        for _ in range(DEPTH)
+    ]
+    x = tf.constant(random.normal(size=(ROWS, WIDTH)), tf.float32)
+    return weights, x
+
+
+def gradients_of(weights, x):
+    with tf.GradientTape() as tape:
+        for weight in weights:
+            x = tf.tanh(x @ weight)
+        loss = tf.reduce_sum(x)
+    return tape.gradient(loss, weights)
+
+
+def test_held_back_gradients_are_the_same():
+    weights, x = layers_and_input()
+
+    @tf.function(jit_compile=True)
+    def step(x):
+        gradients = gradients_of(weights, x)
+        xla.hold_back(gradients)
+        return gradients
+
+    for got, want in zip(step(x), gradients_of(weights, x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+def test_each_gradient_waits_for_the_one_before_it():
+    weights, x = layers_and_input()
+
+    @tf.function(jit_compile=True)
+    def step(x):
+        gradients = gradients_of(weights, x)
+        xla.hold_back(gradients)
+        return gradients
+
+    graph = step.get_concrete_function(x).graph
+    made = [tensor.op for tensor in graph.outputs]
+    for later, earlier in zip(made, made[1:], strict=False):
+        assert _producer(earlier) in _ancestors(_producer(later))
+
+
+def test_missing_and_sparse_gradients_are_taken_as_they_are():
+    table = tf.Variable(tf.eye(4))
+    unused = tf.Variable(1.0)
+
+    @tf.function(jit_compile=True)
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, ids) ** 2)
+        gradients = tape.gradient(loss, [table, unused])
+        xla.hold_back(gradients)
+        xla.hold_back([None])
+        return tf.convert_to_tensor(gradients[0])
+
+    want = tf.reshape(tf.one_hot(1, 4) * 4, (1, 4))
+    np.testing.assert_array_equal(step(tf.constant([1, 1]))[1:2], want)
+
+
+def _producer(op):
+    while op.type == "Identity":
+        op = op.inputs[0].op
+    return op
+
+
+def _ancestors(op):
+    found, waiting = set(), [op]
+    while waiting:
+        op = waiting.pop()
+        if op not in found:
+            found.add(op)
+            waiting += [tensor.op for tensor in op.inputs]
+    return found
