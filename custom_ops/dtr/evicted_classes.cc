@@ -29,12 +29,13 @@ void EvictedClassesCost::VisitEvictedNeighbours(const Storage& storage,
   };
   VisitParents(storage, visit_if_evicted);
   VisitChildren(storage, visit_if_evicted);
+  VisitSiblings(storage, visit_if_evicted);
 }
 
 int64_t EvictedClassesCost::Nanoseconds(Storage& storage) {
   ++num_accesses_;
   ++visit_;
-  int64_t nanoseconds = storage.nanoseconds;
+  int64_t nanoseconds = UncountedNanoseconds(storage);
   VisitEvictedNeighbours(storage, [&](Storage& neighbour) {
     EvictedClass* root = Root(neighbour.evicted_class.get());
     if (root->visit == visit_) return;
@@ -67,8 +68,8 @@ void EvictedClassesCost::Restored(Storage& storage) {
   storage.evicted_class.reset();
 }
 
-// The cost of its operators, but for one that counts already because another
-// of its outputs was evicted: it would run once for both.
+// The cost of its operators, but for one that counts in its class already
+// because another of its outputs was evicted: it would run once for both.
 int64_t EvictedClassesCost::UncountedNanoseconds(const Storage& storage) {
   int64_t nanoseconds = storage.nanoseconds;
   for (const Tensor* tensor : storage.tensors) {

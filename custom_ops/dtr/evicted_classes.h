@@ -1,7 +1,8 @@
 // The cost of h_DTR_eq (Kirisame et al., ICLR 2021, section 4.1): a storage's
 // own and that of every evicted storage that is connected to it, direction
 // ignored. The evicted storages are kept in classes by union-find, so that a
-// cost is the sum over the classes of the neighbours.
+// cost is the sum over the classes of the neighbours. Unlike in the paper, the
+// outputs of one operator are neighbours, and the operator counts once.
 //
 // Union-find cannot split. As in the paper, a storage that comes back takes
 // its own cost out of its class and leaves the rest joined, so a cost may be

@@ -100,6 +100,14 @@ void VisitChildren(const Storage& storage, Visit visit) {
   }
 }
 
+// The same for every storage that is made along with it, and itself.
+template <typename Visit>
+void VisitSiblings(const Storage& storage, Visit visit) {
+  for (const Tensor* tensor : storage.tensors) {
+    for (const Tensor& output : tensor->maker->outputs) visit(*output.storage);
+  }
+}
+
 // Calls `visit` once for each storage that the operator makes or views.
 template <typename Visit>
 void VisitStorages(const Operator& op, Visit visit) {

@@ -190,6 +190,11 @@ void AnOperatorWithTwoEvictedOutputsCountsOnce() {
     cost.Evicted(*tensor->storage);
   }
   CHECK_EQUAL(cost.Nanoseconds(*reader->storage), 107);
+  made[1]->storage->resident = true;
+  cost.Restored(*made[1]->storage);
+  CHECK_EQUAL(cost.Nanoseconds(*made[1]->storage), 100);
+  made[1]->storage->resident = false;
+  cost.Evicted(*made[1]->storage);
   for (Tensor* tensor : made) {
     tensor->storage->resident = true;
     cost.Restored(*tensor->storage);
