@@ -6,10 +6,13 @@ import planning_graphs
 import pytest
 
 from kmem.planning.bounds import peak_lower_bound
+from kmem.planning.bounds import seconds_by_moment
 from kmem.planning.bounds import seconds_lower_bound
 from kmem.planning.graph import Graph
 from kmem.planning.graph import Operation
 from kmem.planning.simulate import simulate
+from kmem.planning.solvers import cpsat
+from kmem.planning.solvers.moment import seconds_after
 
 
 def graph_of(*operations, sizes, **others):
@@ -88,6 +91,24 @@ def test_what_an_operation_reads_cannot_be_dropped_for_it():
     )
     assert seconds_lower_bound(graph, 29) == math.inf
     assert seconds_lower_bound(graph, 30) == 3
+
+
+@pytest.mark.skipif(not cpsat.is_available(), reason="needs OR-tools")
+def test_the_bound_of_a_moment_holds_and_counts_inputs_of_inputs():
+    higher = 0
+    with cpsat.CpSat() as solver:
+        for seed in range(30):
+            graph = planning_graphs.random_graph(seed)
+            peak = simulate(graph, graph.program).peak_bytes
+            budget_bytes = (peak + peak_lower_bound(graph)) // 2
+            best = planning_graphs.best_seconds(graph, budget_bytes)
+            knapsacks = seconds_by_moment(graph, budget_bytes)
+            for moment, knapsack in enumerate(knapsacks):
+                again = seconds_after(graph, moment, budget_bytes, solver, 1)
+                assert again >= knapsack - 1e-4
+                assert best is None or graph.seconds + again <= best + 1e-9
+                higher += again > knapsack + 1e-4
+    assert higher > 20
 
 
 @pytest.mark.parametrize("seed", range(30))

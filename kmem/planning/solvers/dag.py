@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from kmem.planning.bounds import peak_lower_bound
+from kmem.planning.bounds import seconds_by_moment
 from kmem.planning.bounds import seconds_lower_bound
 from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.graph import Graph
@@ -28,6 +29,7 @@ from kmem.planning.solvers.greedy import run_within
 from kmem.planning.solvers.intervals import open_slots
 from kmem.planning.solvers.intervals import resolve
 from kmem.planning.solvers.local import LocalSearch
+from kmem.planning.solvers.moment import seconds_after
 from kmem.planning.solvers.neighbourhood import choose
 
 _TURN_SECONDS = 4.0
@@ -35,6 +37,9 @@ _TURN_SECONDS = 4.0
 _FIRST_SIZE = 40
 # How long to try to prove a small graph's best schedule first.
 _PROOF_SECONDS = 2.0
+# At how many moments, and for which share of the time, to look for a bound.
+_MOMENTS = 3
+_BOUND_SHARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +239,8 @@ class _Search:
         with cpsat.CpSat(self.seed) as solver:
             if self.size >= len(self.graph.operations):
                 self._prove(solver)
+            if not self.is_optimal:
+                self._raise_bound(solver)
             while not self.is_optimal and self.passed < self.seconds_limit:
                 before = self.best_seconds
                 self._anneal(self._turn(anneal_seconds))
@@ -255,6 +262,18 @@ class _Search:
         seconds = min(_PROOF_SECONDS, self.seconds_limit / 2)
         answer = self._resolve(free, solver, seconds, by_cores=True)
         self.is_optimal = self.is_optimal or answer.is_optimal
+
+    def _raise_bound(self, solver: cpsat.CpSat) -> None:
+        """Bounds the time by the moments that look worst."""
+        graph, budget_bytes = self.graph, self.budget_bytes
+        again = seconds_by_moment(graph, budget_bytes)
+        worst = sorted(graph.program, key=lambda i: -again[i])[:_MOMENTS]
+        seconds = _BOUND_SHARE * self.seconds_limit / _MOMENTS
+        for moment in worst:
+            found = seconds_after(graph, moment, budget_bytes, solver, seconds)
+            self.bound = max(self.bound, graph.seconds + found)
+        if self.best_seconds <= self.bound * (1 + 1e-12):
+            self.is_optimal = True
 
     def _resolve(self, free: set[int], solver, seconds, by_cores=False):
         """Lets CP-SAT choose when some operations run again."""
