@@ -3,18 +3,23 @@
     python benchmarks/planning.py --traces FOLDER > benchmarks/planning.md
 
 FOLDER holds recorded steps (`*.log`, `*.log.gz`) in the format of the DTR
-paper's simulator. Each figure is the time of all operations that run, over
-that of the program, for a budget that is a share of the program's own peak;
-every schedule is replayed by `kmem.planning.simulate`. "-" means that no
-schedule was found. The bound holds for every schedule; the gap is what lies
-between it and kmem's plan, 0 where the plan is proved the best of its class.
+paper's simulator.
+
+Each figure is the time of all operations that run, over that of the program,
+for a budget that is a share of the program's own peak; every schedule is
+replayed by `kmem.planning.simulate`. "-" means that no schedule was found. The bound holds for every schedule that runs the operations
+for the first time in the program's order; the gap is what lies between it and
+kmem's plan, 0 where the plan is proved the best of its class.
 """
 
 import argparse
 import dataclasses
 import datetime
+import importlib.metadata
+import os
 import pathlib
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -39,6 +44,7 @@ class Found:
 
     schedule: tuple[int, ...]
     is_optimal: bool = False
+    lower_bound_seconds: float = 0.0
 
 
 def by_kmem(graph: Graph, budget_bytes: int, seconds: float) -> Found | None:
@@ -47,7 +53,9 @@ def by_kmem(graph: Graph, budget_bytes: int, seconds: float) -> Found | None:
     except ValueError as error:
         print(f"  {error}", file=sys.stderr)
         return None
-    return Found(solution.schedule, solution.is_optimal)
+    return Found(
+        solution.schedule, solution.is_optimal, solution.lower_bound_seconds
+    )
 
 
 def by_heuristic(name: str) -> Callable:
@@ -203,6 +211,7 @@ def print_table(name: str, graph: Graph, arguments) -> None:
             ratio = simulation.seconds / program.seconds
             cells.append(f"{ratio:.4f}")
             if title == "kmem":
+                bound = found.lower_bound_seconds / program.seconds
                 gap = "0" if found.is_optimal else f"{1 - bound / ratio:.2%}"
         cells += [f"{bound:.4f}", gap, f"{passed:.0f} s"]
         print("| " + " | ".join(cells) + " |", flush=True)
@@ -216,11 +225,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     arguments = parser.parse_args()
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("kmem", "ortools", "numpy")
+    )
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"])
     print(
         "# Planning\n\n"
-        f"{datetime.date.today()}, {platform.machine()}, Python "
-        f"{platform.python_version()}; `benchmarks/planning.py`, at most "
-        f"{arguments.seconds:g} s a plan."
+        f"{datetime.date.today()}; {platform.machine()}, {os.cpu_count()} "
+        f"cores; {versions}; Python {platform.python_version()}. Made by "
+        f"`benchmarks/planning.py` at commit {commit.decode().strip()}, in at "
+        f"most {arguments.seconds:g} s a plan.\n\n" + __doc__.split("\n\n")[3]
     )
     for name, make in graphs(arguments).items():
         print_table(name, make(), arguments)
