@@ -13,9 +13,11 @@ module does not do: choose what XLA fuses, and so recomputes by itself.
 import functools
 import itertools
 import os
+import warnings
 
 import tensorflow as tf
 
+from kmem import memory
 from kmem.remat import dependencies
 
 _FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
@@ -23,23 +25,49 @@ _FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 @functools.cache
 def prefer_little_memory() -> None:
-    """Selects XLA's order that takes less memory, for this process.
+    """Selects XLA's order that takes less memory on CPUs, for this process.
 
-    XLA reads its flags when it first compiles: this has no effect after that,
-    nor where `XLA_FLAGS` already says which order to take.
+    XLA reads its flags when it first compiles. Warns if that was before, and
+    does nothing where `XLA_FLAGS` already says which order to take.
     """
     flags = os.environ.get("XLA_FLAGS")
-    if flags and _FLAG in flags:
+    has_chosen = flags is not None and _FLAG in flags
+    if has_chosen or tf.config.list_logical_devices("GPU"):
         return
     os.environ["XLA_FLAGS"] = f"{flags or ''} --{_FLAG}=false"
     try:
-        tf.function(tf.negative, jit_compile=True)(0.0)
+        took_effect = _is_depth_first()
     finally:
         # It has been read; other processes are none of kmem's business.
         if flags is None:
             del os.environ["XLA_FLAGS"]
         else:
             os.environ["XLA_FLAGS"] = flags
+    if not took_effect:
+        warnings.warn(
+            "XLA has compiled before kmem could choose an order that takes "
+            "little memory, so that budgets may need more recomputation, or "
+            "not be kept by a plan that was made elsewhere. Start Python with "
+            f"the environment variable XLA_FLAGS=--{_FLAG}=false",
+            stacklevel=3,
+        )
+
+
+def _is_depth_first() -> bool:
+    """Whether each of some wide products is read before the next is made."""
+    width, count = 4096, 8
+
+    @tf.function(jit_compile=True)
+    def probe(x):
+        wide = [x @ tf.fill([16, width], float(i)) for i in range(count)]
+        return [w @ tf.ones([width, 16]) for w in wide]
+
+    x = tf.ones([64, 16])
+    probe(x)
+    with memory.track("CPU") as usage:
+        probe(x)
+    all_bytes = count * 64 * width * 4
+    return usage.peak_bytes - usage.start_bytes < all_bytes // 2
 
 
 def hold_back(gradients: list) -> None:

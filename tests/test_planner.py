@@ -214,6 +214,7 @@ def test_eager_steps_follow_a_plan():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:XLA has compiled")
 def test_compiled_steps_follow_a_plan():
     """XLA fuses otherwise: the numbers differ in their last bits."""
     want = train(stack(jit_compile=True, optimizer="sgd"))

@@ -17,6 +17,7 @@ WIDTH, ROWS, DEPTH = 64, 1024, 8
 WIDE_BYTES = 1024 * 4096 * 4
 FLAG = """
     import os
+    import warnings
 
     import tensorflow as tf
 
@@ -25,6 +26,7 @@ FLAG = """
     native.allocator()
     before = dict(os.environ)
     if {prefer}:
+        warnings.simplefilter("error")
         xla.prefer_little_memory()
     assert dict(os.environ) == before
 
@@ -132,6 +134,24 @@ def test_budgets_are_kept_and_predicted_with_the_same_numbers(
         assert found["peak"] <= found["budget"]
         assert found["peak"] == pytest.approx(found["predicted"], rel=0.1)
     assert planned[2]["peak"] < planned[1]["peak"] < plain["peak"]
+
+
+def test_a_choice_that_comes_too_late_is_told(native_library, python):
+    code = """
+        import warnings
+
+        import tensorflow as tf
+
+        from kmem import native, xla
+
+        native.allocator()
+        tf.function(tf.negative, jit_compile=True)(0.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            xla.prefer_little_memory()
+        print(sum("XLA_FLAGS" in str(each.message) for each in caught))
+    """
+    assert run(python, code) == 1
 
 
 def layers_and_input():
