@@ -271,6 +271,8 @@ class _Planner:
         for attempt in range(_MAX_REHEARSALS):
             last = attempt == _MAX_REHEARSALS - 1
             point = self._point(target - resident, smallest=last)
+            if point.segments in tried and best is not None:
+                break
             if point.segments in tried:
                 point = self._chooser.smallest
             if point.segments in tried:
