@@ -21,6 +21,7 @@ The cost is cubic in the number of blocks. Times are added in single precision.
 """
 
 import math
+import typing
 
 import numpy as np
 
@@ -151,24 +152,13 @@ class Table:
 
     def _fill(self, firsts, lasts, keeps, split, size: int) -> None:
         """Fills rows, in cells of a size."""
-        line, here = self._line, (lasts, firsts)
-        least, most = self._least[here], self._most[here]
-        row = self._row(firsts, lasts, 0)
-        kept = self._row(firsts + 1, lasts, line.kept[here])
-        rest, inside, again = self._parts(firsts, lasts, split)
+        least, most = self._least[lasts, firsts], self._most[lasts, firsts]
+        parts = self._parts(firsts, lasts, split)
         # The lower ends of cells, and the upper end of the last one.
         num_cells = -(-int((most + 1 - least).max()) // size)
         ends = least[:, None] + size * np.arange(num_cells + 1)
-        sums = self._values[_at(rest[..., None], ends[:, None])]
-        sums += self._values[_at(inside[..., None], ends[:, None])]
-        sums += again[:, :, None]
-        np.copyto(sums, np.inf, where=ends[:, None] < split.begins[:, :, None])
-        best = self._values[_at(kept[..., None], ends)]
-        best[ends < keeps[:, None]] = np.inf
-        np.minimum(best, sums.min(axis=1, initial=np.inf), out=best)
-        useful = sums[:, :, 1:] < best[:, None, :-1]
-
-        # From here on by cell, those with the most useful segments first.
+        best, useful = self._choose(parts, keeps, split.begins, ends)
+        # By cell, those with the most useful segments first.
         rows, cells = np.nonzero(ends[:, :-1] <= most[:, None])
         counts = useful.sum(axis=1)[rows, cells]
         order = np.argsort(-counts, kind="stable")
@@ -177,7 +167,7 @@ class Table:
         windows = np.lib.stride_tricks.sliding_window_view(
             self._values, size, writeable=True
         )
-        found = windows[_at(kept[:, rows], begins)]
+        found = windows[_at(parts.kept[:, rows], begins)]
         _forbid(found, keeps[rows] - begins)
         np.minimum(found, best[rows, cells, None], out=found)
         # By useful segment, the first ones of all cells first: the number
@@ -188,26 +178,41 @@ class Table:
         cell = cell[order]
         index = index[order] + rows[cell] * split.stops.shape[1]
         begin = begins[cell]
-        sums = windows[_at(rest.reshape(2, -1)[:, index], begin)]
-        sums += windows[_at(inside.reshape(2, -1)[:, index], begin)]
-        sums += again.ravel()[index, None]
+        sums = windows[_at(parts.rest.reshape(2, -1)[:, index], begin)]
+        sums += windows[_at(parts.inside.reshape(2, -1)[:, index], begin)]
+        sums += parts.again.ravel()[index, None]
         _forbid(sums, split.begins.ravel()[index] - begin)
         done = 0
         for num in np.bincount(rank):
             lowest = found[:num]
             np.minimum(lowest, sums[done : done + num], out=lowest)
             done += num
-        windows[_at(row[:, rows], begins)] = found
-        after = row[1][:, None] + np.arange(_LARGEST_CELL + 1)
+        windows[_at(parts.row[:, rows], begins)] = found
+        after = parts.row[1][:, None] + np.arange(_LARGEST_CELL + 1)
         self._values[after] = self._values[after[:, :1]]
 
-    def _parts(self, firsts, lasts, split):
-        """`[sub-chain, segment]`: what follows segments, their insides, and
-        the time to run them again."""
-        firsts, lasts = firsts[:, None], lasts[:, None]
-        rest = self._row(split.stops, lasts, split.held)
-        inside = self._row(firsts, split.stops - 1, split.waiting)
-        return rest, inside, self._line.again[split.stops - 1, firsts]
+    def _choose(self, parts, keeps, begins, ends):
+        """The best at the ends of cells, `[row, end]`, and the segments that
+        are better within a cell: `[row, segment, cell]`."""
+        sums = self._values[_at(parts.rest[..., None], ends[:, None])]
+        sums += self._values[_at(parts.inside[..., None], ends[:, None])]
+        sums += parts.again[:, :, None]
+        np.copyto(sums, np.inf, where=ends[:, None] < begins[:, :, None])
+        best = self._values[_at(parts.kept[..., None], ends)]
+        best[ends < keeps[:, None]] = np.inf
+        np.minimum(best, sums.min(axis=1, initial=np.inf), out=best)
+        return best, sums[:, :, 1:] < best[:, None, :-1]
+
+    def _parts(self, firsts, lasts, split) -> "_Parts":
+        kept = self._line.kept[lasts, firsts]
+        rows, ends = firsts[:, None], lasts[:, None]
+        return _Parts(
+            row=self._row(firsts, lasts, 0),
+            kept=self._row(firsts + 1, lasts, kept),
+            rest=self._row(split.stops, ends, split.held),
+            inside=self._row(rows, split.stops - 1, split.waiting),
+            again=self._line.again[split.stops - 1, rows],
+        )
 
     def plan(self, slots: int) -> tuple[tuple, ...]:
         """The segments `(start, stop, inner)` of a best plan, in blocks.
@@ -243,13 +248,33 @@ class Table:
         """The best segment to begin with, what is after it, and its inside."""
         row = np.array([first]), np.array([last])
         split = self._line.splits(*row, self._least)
-        rest, inside, again = self._parts(*row, split)
-        sums = self._values[_at(rest, slots)] + self._values[_at(inside, slots)]
-        sums = np.where(split.begins <= slots, sums + again, np.inf)
+        parts = self._parts(*row, split)
+        sums = self._values[_at(parts.rest, slots)]
+        sums += self._values[_at(parts.inside, slots)]
+        sums += parts.again
+        sums[slots < split.begins] = np.inf
         best = int(np.argmin(sums))
         stop = int(split.stops[0, best])
         inner = self._trace(first, stop - 1, slots - split.waiting[0, best])
         return stop, slots - split.held[0, best], (first, stop, inner)
+
+
+class _Parts(typing.NamedTuple):
+    """What rows are made of, as `Table._row` has it.
+
+    Attributes:
+        row: `[sub-chain]`: the row itself.
+        kept: `[sub-chain]`: that of what follows if the first block is kept.
+        rest: `[sub-chain, segment]`: that of what follows a segment.
+        inside: `[sub-chain, segment]`: that of the segment.
+        again: `[sub-chain, segment]`: the time to run the segment again.
+    """
+
+    row: np.ndarray
+    kept: np.ndarray
+    rest: np.ndarray
+    inside: np.ndarray
+    again: np.ndarray
 
 
 def _at(row, memory):

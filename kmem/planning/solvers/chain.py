@@ -23,9 +23,9 @@ from kmem.planning.table import Table
 
 # Enough for an exact division of small sizes, and for good plans of long
 # networks in a few seconds: the slots are as many as make `_SPLITS` sums.
-_SPLITS = 4.5e9
+_SPLITS = 1e10
 _FEWEST_SLOTS = 500
-_MOST_SLOTS = 4000
+_MOST_SLOTS = 8000
 _MOST_PLACES = 300
 
 
