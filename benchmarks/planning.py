@@ -7,9 +7,10 @@ paper's simulator.
 
 Each figure is the time of all operations that run, over that of the program,
 for a budget that is a share of the program's own peak; every schedule is
-replayed by `kmem.planning.simulate`. "-" means that no schedule was found. The bound holds for every schedule that runs the operations
-for the first time in the program's order; the gap is what lies between it and
-kmem's plan, 0 where the plan is proved the best of its class.
+replayed by `kmem.planning.simulate`. "-" means that no schedule was found. The
+bound holds for every schedule that runs the operations for the first time in
+the program's order; the gap is what lies between it and kmem's plan, 0 where
+the plan is proved the best of its class.
 """
 
 import argparse
