@@ -3,11 +3,9 @@
 import argparse
 import pathlib
 
-from kmem.dtr.program import Program
 from kmem.dtr.program import read_program
 from kmem.dtr.simulator import HEURISTICS
 from kmem.dtr.simulator import BudgetFailed
-from kmem.dtr.simulator import Simulation
 from kmem.dtr.simulator import simulate
 from kmem.units import format_size
 from kmem.units import parse_size
@@ -55,44 +53,36 @@ def run(args: argparse.Namespace) -> int:
             *("peak", "accesses"),
         )
     )
-    names = HEURISTICS if args.best else (args.heuristic,)
-    found = {
-        name: _simulate_and_print(program, budget_bytes, name, args)
-        for name in names
-    }
-    costs = {name: s.slowdown for name, s in found.items() if s is not None}
-    if not costs:
-        return 1
+    costs = {}
+    for name in HEURISTICS if args.best else (args.heuristic,):
+        try:
+            found = simulate(
+                program,
+                budget_bytes,
+                name,
+                sqrt_sampling=args.sqrt_sampling,
+                seed=args.seed,
+            )
+        except BudgetFailed as error:
+            if not args.best:
+                raise
+            print(f"{name:<16} {'thrashes' if error.thrashed else 'no room'}")
+            continue
+        costs[name] = found.slowdown
+        print(
+            _ROW.format(
+                name,
+                f"{found.slowdown:.3f}x",
+                found.num_evictions,
+                found.num_recomputations,
+                format_size(found.peak_bytes),
+                found.num_accesses,
+            )
+        )
     if args.best:
-        print(f"best: {min(costs, key=lambda name: costs[name])}")
-    return 0
-
-
-def _simulate_and_print(
-    program: Program, budget_bytes: int, name: str, args: argparse.Namespace
-) -> Simulation | None:
-    try:
-        found = simulate(
-            program,
-            budget_bytes,
-            name,
-            sqrt_sampling=args.sqrt_sampling,
-            seed=args.seed,
-        )
-    except BudgetFailed as error:
-        print(f"{name:<16} {error}")
-        return None
-    print(
-        _ROW.format(
-            name,
-            f"{found.slowdown:.3f}x",
-            found.num_evictions,
-            found.num_recomputations,
-            format_size(found.peak_bytes),
-            found.num_accesses,
-        )
-    )
-    return found
+        best = min(costs, key=lambda name: costs[name], default="none")
+        print(f"best: {best}")
+    return 0 if costs else 1
 
 
 def _budget(text: str, peak_bytes: int) -> int:

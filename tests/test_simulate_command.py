@@ -42,7 +42,13 @@ def test_best_runs_all_heuristics_and_names_the_cheapest(trace, capsys):
 
 def test_a_budget_that_cannot_be_kept_fails(trace, capsys):
     assert cli.main(["simulate", trace, "--budget", "20B"]) == 1
-    assert "must be at least 30 bytes" in capsys.readouterr().out
+    assert capsys.readouterr().err.startswith(
+        "kmem simulate: The threshold must be at least 30 bytes"
+    )
+    assert cli.main(["simulate", trace, "--budget", "20B", "--best"]) == 1
+    *_, last, best = capsys.readouterr().out.splitlines()
+    assert last.split() == ["random", "no", "room"]
+    assert best == "best: none"
 
 
 @pytest.mark.parametrize("budget", ["0", "1.5", "much"])

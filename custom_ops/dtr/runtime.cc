@@ -5,6 +5,7 @@
 #include <utility>
 
 namespace kmem::dtr {
+
 Runtime::Runtime(Driver* driver, std::unique_ptr<Heuristic> heuristic,
                  const Options& options)
     : driver_(driver),

@@ -128,7 +128,8 @@ class Runtime {
   // made from can go. It is made again first if it has to be.
   Status Settle(Tensor* tensor);
   // Settles all held tensors that were made from this one, directly or not:
-  // afterwards nothing needs its value, which may change or go.
+  // afterwards nothing needs its value, which may change or go. For a value
+  // that is too large to keep: what is settled cannot be evicted.
   Status SettleReaders(Tensor* tensor);
 
   void set_threshold_bytes(int64_t bytes) { options_.threshold_bytes = bytes; }
