@@ -39,11 +39,8 @@ def solve(cp_model, program: dict) -> dict:
     solver.parameters.max_time_in_seconds = program["seconds_limit"]
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = program["seed"]
-    if program["by_cores"]:
-        solver.parameters.optimize_with_core = True
-        solver.parameters.linearization_level = 0
-    else:
-        solver.parameters.linearization_level = 2
+    for name, value in program["parameters"].items():
+        setattr(solver.parameters, name, value)
     status = solver.solve(model)
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     return {

@@ -39,6 +39,8 @@ _FIRST_SIZE = 40
 _PROOF_SECONDS = 2.0
 # At how many moments, and for which share of the time, to look for a bound.
 _MOMENTS = 3
+# What bounds lose where times are rounded to integers.
+_ROUNDING = 1e-5
 _BOUND_SHARE = 0.1
 
 
@@ -52,7 +54,7 @@ class Solution:
         peak_bytes: Its peak.
         lower_bound_seconds: No schedule in the budget takes less.
         is_optimal: Whether this is proved the best, of all schedules or of
-            those that `intervals` calls staged.
+            those that `intervals` calls staged, but for 1e-5 of the time.
     """
 
     schedule: tuple[int, ...]
@@ -156,8 +158,7 @@ class _Search:
         if seconds >= self.best_seconds * (1 - 1e-12):
             return
         self.best, self.best_seconds = steps, seconds
-        if seconds <= self.bound * (1 + 1e-12):
-            self.is_optimal = True
+        self._compare()
         if self.progress:
             self.progress(self.passed, seconds)
 
@@ -260,7 +261,7 @@ class _Search:
         operations = set(self.graph.program)
         free = {i for i in operations if self.graph.operations[i].recomputable}
         seconds = min(_PROOF_SECONDS, self.seconds_limit / 2)
-        answer = self._resolve(free, solver, seconds, by_cores=True)
+        answer = self._resolve(free, solver, seconds, cpsat.BY_CORES)
         self.is_optimal = self.is_optimal or answer.is_optimal
 
     def _raise_bound(self, solver: cpsat.CpSat) -> None:
@@ -272,16 +273,19 @@ class _Search:
         for moment in worst:
             found = seconds_after(graph, moment, budget_bytes, solver, seconds)
             self.bound = max(self.bound, graph.seconds + found)
-        if self.best_seconds <= self.bound * (1 + 1e-12):
+        self._compare()
+
+    def _compare(self) -> None:
+        if self.best_seconds <= self.bound * (1 + _ROUNDING):
             self.is_optimal = True
 
-    def _resolve(self, free: set[int], solver, seconds, by_cores=False):
+    def _resolve(self, free, solver, seconds, parameters=cpsat.IN_PARTS):
         """Lets CP-SAT choose when some operations run again."""
         graph = self.graph
         stages = set(range(len(graph.operations) + 1))
         slots = open_slots(graph, tuple(self.best), free, stages)
         answer = resolve(
-            graph, slots, self.budget_bytes, solver, seconds, by_cores
+            graph, slots, self.budget_bytes, solver, seconds, parameters
         )
         if answer.schedule is not None:
             steps = self.local.tighten(list(answer.schedule))

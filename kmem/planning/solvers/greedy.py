@@ -34,10 +34,11 @@ class Heuristic:
     ahead: bool = False
 
 
+# Those that find the best more often come first, for who has little time.
 HEURISTICS = {
+    "MSPS": Heuristic(evicted.Ancestors),
     "h_DTR": Heuristic(evicted.Ancestors, stale=True),
     "next_read": Heuristic(evicted.Ancestors, ahead=True),
-    "MSPS": Heuristic(evicted.Ancestors),
     "h_DTR_eq": Heuristic(evicted.Neighbourhood, stale=True),
     "next_read_eq": Heuristic(evicted.Neighbourhood, ahead=True),
     "h_DTR_local": Heuristic(evicted.Own, stale=True),

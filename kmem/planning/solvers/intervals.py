@@ -14,8 +14,10 @@ schedules can be better, on graphs that are made for it.
 import bisect
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from kmem.planning.graph import Graph
+from kmem.planning.solvers.cpsat import IN_PARTS
 from kmem.planning.solvers.cpsat import BooleanProgram
 from kmem.planning.solvers.cpsat import CpSat
 
@@ -111,7 +113,7 @@ def resolve(
     budget_bytes: int,
     solver: CpSat,
     seconds_limit: float,
-    by_cores: bool = False,
+    parameters: Mapping[str, int] = IN_PARTS,
 ) -> Resolved:
     """Chooses which free slots run, for the least time in the budget.
 
@@ -121,10 +123,10 @@ def resolve(
         budget_bytes: The peak that the schedule may have.
         solver: CP-SAT.
         seconds_limit: How long to search.
-        by_cores: How, see `CpSat.solve`.
+        parameters: How, see `cpsat`.
     """
     builder = _Builder(graph, slots, budget_bytes)
-    answer = solver.solve(builder.build(), seconds_limit, by_cores)
+    answer = solver.solve(builder.build(), seconds_limit, parameters)
     schedule = None
     if answer.values is not None:
         values = answer.values

@@ -13,6 +13,7 @@ What has to run again twice, for other moments, is counted once.
 import math
 
 from kmem.planning.graph import Graph
+from kmem.planning.solvers.cpsat import AS_THEY_ARE
 from kmem.planning.solvers.cpsat import BooleanProgram
 from kmem.planning.solvers.cpsat import CpSat
 
@@ -83,7 +84,7 @@ def seconds_after(
         ],
         (budget_bytes - required_bytes) // byte_unit,
     )
-    answer = solver.solve(program, seconds_limit)
+    answer = solver.solve(program, seconds_limit, AS_THEY_ARE)
     if answer.is_infeasible:
         return math.inf
     return max(answer.bound, 0.0) * second_unit
