@@ -20,7 +20,14 @@ needs_ortools = pytest.mark.skipif(
 @needs_ortools
 @pytest.mark.parametrize(
     ("num_forward", "budget_bytes", "seconds"),
-    [(8, 8, 19), (8, 5, 22), (8, 4, 26), (16, 8, 43), (16, 6, 47)],
+    [
+        (8, 8, 19),
+        (8, 5, 22),
+        (8, 4, 26),
+        (16, 8, 43),
+        (16, 6, 47),
+        (64, 19, 176),
+    ],
 )
 def test_the_optima_of_checkmates_unit_chain(
     num_forward, budget_bytes, seconds

@@ -3,7 +3,8 @@
 Greedy schedules to begin from; then, in turn until the time is over, local
 search and exact answers for a part of the graph (large-neighbourhood search,
 with `intervals`). Parts grow while CP-SAT is quick; when one is the whole
-graph, the answer is proved best among staged schedules. Without OR-tools (the
+graph, the answer is proved best among staged schedules. It is proved best of
+all where it meets the bound of a moment (`moment`). Without OR-tools (the
 extra `plan`) local search is all there is: it still finds a plan, and CP-SAT
 makes it better.
 
