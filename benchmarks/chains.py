@@ -8,17 +8,19 @@ can be divided exactly. In the uniform chain a stage keeps two units and makes
 one. A cell is the simulated time over that of the step that keeps everything,
 with the peak that is allowed as a share of that step's; "-" is infeasible.
 With 1000 stages segments may begin and end at 300 places only, and sizes are
-rounded up to slots. The seconds to plan are those of one process, for all
-budgets together in the case of "optimal" and per budget for the others.
+rounded up to slots. The seconds to plan are a process's own, not those that
+others take from it: for all budgets together in the case of "optimal" and per
+budget for the others.
 """
 
 import argparse
 import datetime
+import importlib.metadata
+import os
 import platform
 import random
+import subprocess
 import time
-
-import numpy as np
 
 from kmem.options import Genetic
 from kmem.planning.errors import InfeasibleBudget
@@ -78,10 +80,10 @@ def rows(network: Network):
     """Names of solvers, their cells, and the seconds that they took."""
     full = flat.evaluate(network, ())
     constant_bytes = network.graph.constant_bytes
-    begin = time.perf_counter()
+    begin = time.process_time()
     exact = len(network.stages) <= 200
     solver = chain.ChainSolver(network, NUM_SLOTS if exact else None)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     ways = {
         "optimal": solver.within,
         "sqrt": lambda budget: flat.evaluate(
@@ -97,7 +99,7 @@ def rows(network: Network):
         "equal lengths": lambda budget: equal(network, budget),
     }
     for name, way in ways.items():
-        cells, begin = [], time.perf_counter()
+        cells, begin = [], time.process_time()
         for share in SHARES:
             room = full.peak_bytes - constant_bytes
             budget_bytes = constant_bytes + int(share * room)
@@ -106,7 +108,7 @@ def rows(network: Network):
                 cells.append(f"{point.seconds / full.seconds:.3f}")
             except InfeasibleBudget:
                 cells.append("-")
-        taken = (time.perf_counter() - begin) / len(SHARES)
+        taken = (time.process_time() - begin) / len(SHARES)
         yield name, cells, seconds if name == "optimal" else taken
 
 
@@ -120,9 +122,15 @@ def main():
             chains[f"{count} stages"] = heterogeneous(count)
     print("# Plans of synthetic chains\n")
     print(__doc__.split("\n\n", 2)[2])
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("kmem", "numpy")
+    )
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"])
     print(
-        f"{platform.machine()}, Python {platform.python_version()}, NumPy "
-        f"{np.__version__}, {datetime.date.today()}.\n"
+        f"{datetime.date.today()}; {platform.machine()}, {os.cpu_count()} "
+        f"cores; {versions}; Python {platform.python_version()}. Made by "
+        f"`benchmarks/chains.py` at commit {commit.decode().strip()}.\n"
     )
     shares = " | ".join(f"{share:.1f}" for share in SHARES)
     print(f"| chain | plan | {shares} | seconds to plan |")
