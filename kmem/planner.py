@@ -8,6 +8,7 @@ predicted peak is one that was measured, where that was possible.
 """
 
 import dataclasses
+import gc
 from collections.abc import MutableMapping
 from typing import Any
 from typing import Literal
@@ -17,6 +18,7 @@ import tensorflow as tf
 
 from kmem import batches
 from kmem import memory
+from kmem import plan_cache
 from kmem import xla
 from kmem.accumulation import build_optimizer
 from kmem.capture import all_layers
@@ -53,16 +55,11 @@ class _Learned:
         chooser: Their plans.
         extra_bytes: What their steps need beyond what the drawing tells.
         rehearsed: The plans that were run, with the same for each.
-        plans: Those that were made, with what was in memory before, by what
-            was asked for.
     """
 
     chooser: Chooser
     extra_bytes: int = 0
     rehearsed: dict[Point, int] = dataclasses.field(default_factory=dict)
-    plans: dict[tuple, tuple[int, Plan]] = dataclasses.field(
-        default_factory=dict
-    )
 
 
 _learned: dict[tuple, _Learned] = {}
@@ -208,23 +205,35 @@ def make_plan(
             *(options.remat.solver, costs, profiling.mode(model)),
             type(getattr(model, "optimizer", None)),
         )
-        learned = _learned.pop(key, None)
-        if learned is None:
-            measured = costs == "measured"
+    if model.compiled:
+        # Its variables are in memory in every step.
+        build_optimizer(model.optimizer, model.trainable_variables)
+    gc.collect()
+    in_use = memory.current()
+    asked = *key, options.remat.budget, reserved_bytes
+    made = plan_cache.find(asked, in_use)
+    if made is not None:
+        return made
+    learned = _learned.pop(key, None)
+    if learned is None:
+        measured = costs == "measured"
+        with option_precision(model, options):
             profile = profiling.measure(recording, measured, verbose, compiled)
-            chooser = Chooser(profile.network, options.remat.solver)
-            learned = _Learned(chooser)
+        learned = _Learned(Chooser(profile.network, options.remat.solver))
     _learned[key] = learned
     while len(_learned) > _MAX_LEARNED:
         _learned.pop(next(iter(_learned)))
-    return _Planner(model, batch, part, options, learned).plan(reserved_bytes)
+    planner = _Planner(model, batch, part, options, learned, in_use)
+    made = planner.plan(options.remat.budget, reserved_bytes)
+    plan_cache.keep(asked, in_use, made)
+    return made
 
 
 class _Planner:
     """Plans one step, and corrects the plan by rehearsals."""
 
     def __init__(
-        self, model, batch, part, options: MemoryOptions, learned: _Learned
+        self, model, batch, part, options, learned: _Learned, in_use: int
     ):
         self._model = model
         self._batch = batch
@@ -234,21 +243,10 @@ class _Planner:
         self._chooser = learned.chooser
         replicas = model.distribute_strategy.num_replicas_in_sync
         self._rehearses = model.compiled and replicas == 1
-        if model.compiled:
-            # Its variables are in memory in every step.
-            build_optimizer(model.optimizer, model.trainable_variables)
-        self._in_use = memory.current()
-
-    def plan(self, reserved: int) -> Plan:
-        asked = self._options.remat.budget, reserved
-        in_use, made = self._learned.plans.get(asked, (0, None))
         # What else is in memory is part of the peak.
-        if made is None or in_use < self._in_use:
-            made = self._plan(*asked)
-            self._learned.plans[asked] = self._in_use, made
-        return made
+        self._in_use = in_use
 
-    def _plan(self, budget, reserved: int) -> Plan:
+    def plan(self, budget: int | float | str, reserved: int) -> Plan:
         resident = self._in_use + self._learned.extra_bytes
         if budget == "auto":
             return self._measured(self._chooser.auto(), None, resident)
@@ -259,7 +257,7 @@ class _Planner:
             unplanned = everything.predicted_peak_bytes
             budget = int(budget * (unplanned + reserved))
             resident = everything.resident_bytes
-        return self._within(budget - reserved, resident, reserved)
+        return self._within(int(budget) - reserved, resident, reserved)
 
     def _within(self, budget: int, resident: int, reserved: int) -> Plan:
         """The fastest plan that keeps the budget when it is rehearsed."""

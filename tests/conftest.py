@@ -13,6 +13,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import kmem
 from kmem import native
+from kmem import plan_cache
 
 HAS_COMPILER = native.find_compiler() is not None
 
@@ -40,6 +41,11 @@ def _no_limit_remains():
     yield
     if native.is_registered():
         kmem.memory.limit(None, device="CPU")
+
+
+@pytest.fixture(autouse=True)
+def _no_plans_from_other_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_cache, "_folder", lambda: tmp_path / "plans")
 
 
 class Python:

@@ -29,7 +29,7 @@ LAYERS = (
     },
     {"keras_graph", "dtr", "sharding"},
     {"multilevel", "autotune"},
-    {"session", "rehearsal", "planner", "trainer", "callbacks"},
+    {"session", "rehearsal", "plan_cache", "planner", "trainer", "callbacks"},
     {
         "report",
         "demo",

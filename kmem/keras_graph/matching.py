@@ -3,6 +3,7 @@
 import re
 
 from kmem.keras_graph.profiling import distinct
+from kmem.keras_graph.profiling import signature
 from kmem.keras_graph.recording import Recording
 from kmem.keras_graph.recording import num_bytes
 from kmem.planning.network import Network
@@ -30,6 +31,7 @@ def structure(recording: Recording) -> tuple:
     return tuple(
         (
             _base(call.name),
+            signature(call),
             call.reads,
             tuple((v, num_bytes(recording.tensors[v])) for v in call.makes),
         )

@@ -164,7 +164,7 @@ def measure(
         if call.operation is None:
             found.append(_cost_between(call))
         else:
-            key = _signature(call)
+            key = signature(call)
             if key not in known:
                 known[key] = call_costs.cost_of(call, measured, compiled)
             found.append(known[key])
@@ -234,8 +234,19 @@ def _assemble(recording: Recording, costs: list[Cost]) -> Profile:
             tuple(place for place in line if place not in recording.seams)
             for line in recording.frame.lines()
         ),
+        shared=_shared(recording.calls),
     )
     return Profile(tuple(operations), network)
+
+
+def _shared(calls: list[Call]) -> tuple[tuple[int, ...], ...]:
+    """For each parameter that several calls use, the calls' numbers."""
+    users: dict[int, list[int]] = {}
+    for index, call in enumerate(calls):
+        for variable in getattr(call.operation, "trainable_variables", []):
+            users.setdefault(id(variable), []).append(index)
+    several = {tuple(stages) for stages in users.values() if len(stages) > 1}
+    return tuple(sorted(several))
 
 
 def _passed(call: Call, cost: Cost, gradients: list[int]) -> tuple[int, ...]:
@@ -265,7 +276,7 @@ def _cost_between(call: Call) -> Cost:
     )
 
 
-def _signature(call: Call) -> str:
+def signature(call: Call) -> str:
     """Equal for calls that cost the same."""
     operation = call.operation
     leaves = [
@@ -277,8 +288,11 @@ def _signature(call: Call) -> str:
         config.pop("name", None)
         described = json.dumps(config, sort_keys=True, default=repr)
     except (AttributeError, NotImplementedError, TypeError):
-        described = str(id(operation))
-    return repr((type(operation).__name__, described, leaves))
+        # A function, as the loss is, or a layer that cannot be described.
+        address = f"layer at {id(operation):#x}"
+        described = getattr(operation, "__qualname__", address)
+    kind = type(operation).__name__
+    return repr((kind, described, leaves, call.operations))
 
 
 def distinct(values) -> tuple[int, ...]:

@@ -71,6 +71,8 @@ class Call:
         makes: Those values that did not exist before.
         uses: `{value: number}`: how many of the operations within use it,
             each of which gives it a gradient of its own.
+        operations: The types of the operations within. They tell apart calls
+            that differ in what is around them, such as `training`.
         effects: What it does that cannot be done twice.
         residual_bytes: What lies between calls keeps for its gradient.
     """
@@ -85,6 +87,7 @@ class Call:
     gives: tuple[int, ...]
     makes: tuple[int, ...]
     uses: dict[int, int]
+    operations: tuple[str, ...]
     effects: tuple[str, ...]
     residual_bytes: int = 0
 
@@ -295,6 +298,7 @@ class _Recorder(opening.Visitor):
                 gives,
                 makes,
                 {v: n for v, n in uses.items() if v in reads},
+                tuple(each.type for each in operations[before:]),
                 tuple(purity.effects(operations[before:])),
                 kept,
             )
