@@ -232,16 +232,23 @@ def row(name, mode, way, answers, keras, made=None):
     )
 
 
-def header(num_steps):
+def made_by(script):
+    """When, on what and by which script a table was made."""
     versions = ", ".join(
         f"{name} {importlib.metadata.version(name)}"
         for name in ("kmem", "tensorflow", "keras")
     )
     return (
-        "# Planned rematerialization beside what else there is\n\n"
         f"{datetime.date.today()}; {platform.machine()}, {os.cpu_count()} "
         f"cores, no GPU; {versions}; Python {platform.python_version()}. Made "
-        "by `benchmarks/remat.py`.\n\n"
+        f"by `benchmarks/{pathlib.Path(script).name}`."
+    )
+
+
+def header(num_steps):
+    return (
+        "# Planned rematerialization beside what else there is\n\n"
+        f"{made_by(__file__)}\n\n"
         "SGD with momentum, on one batch. Peak: the most that is in memory "
         f"during a step, in {num_steps} steps after the first: parameters, "
         "optimizer, batch, activations, gradients and workspace. Time: a "

@@ -11,8 +11,8 @@ from keras import layers
 NUM_CLASSES = 10
 
 
-def resnet50():
-    model, x, y = _application(keras.applications.ResNet50, num_rows=32)
+def resnet50(num_rows=32):
+    model, x, y = _application(keras.applications.ResNet50, num_rows)
     for layer in model.layers:
         # As in Goyal et al. (2017): without, rounding grows fast in training.
         if layer.name.endswith("_3_bn"):
@@ -67,11 +67,11 @@ def unet():
     return model, images, (images[..., 0] > 0).astype("int32")
 
 
-def transformer():
-    """Twelve layers, normalized before each of their two halves."""
+def transformer(num_layers=12):
+    """Layers that are normalized before each of their two halves."""
     width, length, num_rows = 128, 128, 16
     x = inputs = keras.Input((length, width))
-    for _ in range(12):
+    for _ in range(num_layers):
         y = layers.LayerNormalization()(x)
         y = layers.MultiHeadAttention(4, width // 4, dropout=0.1)(y, y)
         x = layers.Add()([x, layers.Dropout(0.1)(y)])

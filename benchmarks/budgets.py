@@ -1,0 +1,148 @@
+"""Are budgets kept? Trains at many of them, and looks at every step's peak.
+
+    python benchmarks/budgets.py --output benchmarks/budgets.md
+
+For each model, budgets from the smallest that can be planned for to the peak
+of a step that keeps everything. Each is planned for, and trained with for some
+steps, in graph mode; plain Keras takes some in between, for the time.
+"""
+
+import argparse
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+
+MODEL_NAMES = ("U-Net", "transformer, 6 layers", "ResNet50, batch 16")
+NUM_STEPS = 8
+
+
+def rows(name, num_budgets):
+    """Prints the lines of the table for a model."""
+    import numpy as np
+    import tensorflow as tf
+
+    import kmem
+
+    model, x, y = compiled(name)
+    data = tf.data.Dataset.from_tensors((x, y)).repeat()
+    train(model, data, None)
+    everything = kmem.plan(model, (x, y), budget="1TB")
+    most = everything.predicted_peak_bytes
+    try:
+        kmem.plan(model, (x, y), budget=1)
+    except ValueError as error:
+        least = error.smallest_bytes
+    for budget in np.linspace(least, most, num_budgets).astype(int).tolist():
+        start = time.perf_counter()
+        plan = kmem.plan(model, (x, y), budget=budget)
+        seconds = time.perf_counter() - start
+        plain = train(model, data, None)[1]
+        peaks, times = train(model, data, plan)
+        plain += train(model, data, None)[1]
+        ratio = statistics.median(times) / statistics.median(plain)
+        kept = "yes" if max(peaks) <= budget else "NO"
+        cells = [name, *map(megabytes, (budget, plan.predicted_peak_bytes))]
+        cells += [megabytes(min(peaks)), megabytes(max(peaks)), kept]
+        cells += [f"{plan.slowdown:.2f}", f"{ratio:.2f}", f"{seconds:.0f}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def train(model, data, plan):
+    """The peaks and times of some steps after the one that is traced."""
+    import keras
+
+    import kmem
+
+    class Steps(keras.callbacks.Callback):
+        peaks, times = [], []
+
+        def on_train_batch_begin(self, batch, logs=None):
+            kmem.memory.reset_peak("CPU")
+            self.start = time.perf_counter()
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.times.append(time.perf_counter() - self.start)
+            self.peaks.append(kmem.memory.peak("CPU"))
+
+    steps = Steps()
+    kmem.wrap(model).fit(
+        data,
+        steps_per_epoch=NUM_STEPS + 1,
+        shuffle=False,
+        verbose=0,
+        callbacks=[steps],
+        remat=plan,
+    )
+    return steps.peaks[1:], steps.times[1:]
+
+
+def compiled(name):
+    import remat_models
+    from remat import compiled
+
+    makers = {
+        "U-Net": remat_models.unet,
+        "transformer, 6 layers": lambda: remat_models.transformer(6),
+        "ResNet50, batch 16": lambda: remat_models.resnet50(16),
+    }
+    remat_models.MODELS[name] = makers[name]
+    return compiled(name, "graph")
+
+
+def megabytes(size):
+    return f"{size / 1e6:.1f}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODEL_NAMES), choices=MODEL_NAMES
+    )
+    parser.add_argument("--budgets", type=int, default=15)
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        help="a file for the table; one that exists is added to",
+    )
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        rows(arguments.run, arguments.budgets)
+        return
+
+    def write(text):
+        print(text, end="", flush=True)
+        if arguments.output:
+            with arguments.output.open("a", encoding="utf-8") as file:
+                file.write(text)
+
+    if not (arguments.output and arguments.output.exists()):
+        from remat import made_by
+
+        write(
+            "# Are budgets kept?\n\n"
+            f"{made_by(__file__)}\n\n"
+            "Graph mode, SGD with momentum, on one batch. Asked: the budget. "
+            f"Measured: the least and the most of the peaks of {NUM_STEPS} "
+            "steps, with all that is in memory. Time: a step's, relative to "
+            "plain Keras in the same process, on a machine that does other "
+            "work meanwhile. Planned in: seconds, rehearsals and all.\n\n"
+            "| model | asked, MB | predicted | measured, least | most | kept "
+            "| predicted time | time | planned in |\n"
+            "|---|---|---|---|---|---|---|---|---|\n"
+        )
+    for name in arguments.models:
+        # In a process of its own, in which nothing else is in memory.
+        command = [sys.executable, __file__, "--run", name]
+        command += ["--budgets", str(arguments.budgets)]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True
+        ) as process:
+            for line in process.stdout:
+                write(line)
+
+
+if __name__ == "__main__":
+    main()
