@@ -56,7 +56,7 @@ TRAINED = """
     def build():
         keras.utils.set_random_seed(0)
         x = inputs = keras.Input((32, 32, 8))
-        for _ in range(6):
+        for _ in range(4):
             y = keras.layers.Conv2D(16, 3, padding="same")(x)
             y = keras.layers.BatchNormalization()(y)
             x = keras.layers.ReLU()(y)
@@ -78,23 +78,16 @@ TRAINED = """
             losses += [float(model.train_on_batch(*batch)) for _ in range(2)]
         return losses, usage.peak_bytes
 
-    model = build()
-    plans = [
-        kmem.plan(model, batch, budget=share, costs="flops")
-        for share in (1.0, 0.85, 0.7)
-    ]
-    found = []
-    del model
-    for plan in (None, *plans):
-        losses, peak = train(plan)
-        found.append({
-            "losses": losses,
-            "peak": peak,
-            "budget": plan and plan.budget_bytes,
-            "predicted": plan and plan.predicted_peak_bytes,
-            "slowdown": plan and plan.slowdown,
-        })
-    print(json.dumps(found))
+    plan = kmem.plan(build(), batch, budget=0.8, costs="flops")
+    plain, plain_peak = train(None)
+    planned, planned_peak = train(plan)
+    print(json.dumps({
+        "losses": [plain, planned],
+        "peaks": [plain_peak, planned_peak],
+        "budget": plan.budget_bytes,
+        "predicted": plan.predicted_peak_bytes,
+        "slowdown": plan.slowdown,
+    }))
 """
 
 
@@ -123,17 +116,17 @@ def test_an_order_that_was_chosen_stays(native_library, python):
 
 
 @pytest.mark.slow
-def test_budgets_are_kept_and_predicted_with_the_same_numbers(
+def test_a_budget_is_kept_and_predicted_with_the_same_numbers(
     native_library, python
 ):
-    plain, *planned = run(python, TRAINED)
+    found = run(python, TRAINED)
 
-    assert planned[1]["slowdown"] > 1
-    for found in planned:
-        np.testing.assert_allclose(found["losses"], plain["losses"], rtol=1e-4)
-        assert found["peak"] <= found["budget"]
-        assert found["peak"] == pytest.approx(found["predicted"], rel=0.1)
-    assert planned[2]["peak"] < planned[1]["peak"] < plain["peak"]
+    plain, planned = found["losses"]
+    np.testing.assert_allclose(planned, plain, rtol=1e-4)
+    plain_peak, planned_peak = found["peaks"]
+    assert planned_peak <= min(found["budget"], 0.9 * plain_peak)
+    assert planned_peak == pytest.approx(found["predicted"], rel=0.1)
+    assert found["slowdown"] > 1
 
 
 def test_a_choice_that_comes_too_late_is_told(native_library, python):
