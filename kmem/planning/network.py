@@ -9,6 +9,7 @@ Beaumont et al. (2019) call memory-persistent.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -82,6 +83,7 @@ class Network:
         lines: Where segments may begin and end: at two places of the same
             line. A place is the number of the stage after it. Without lines,
             anywhere.
+        shared: For each parameter that several stages use, these stages.
         resident_bytes: Parameters, optimizer, and what else stays.
     """
 
@@ -89,6 +91,7 @@ class Network:
     value_bytes: tuple[int, ...]
     inputs: frozenset[int] = frozenset()
     lines: tuple[tuple[int, ...], ...] = ()
+    shared: tuple[tuple[int, ...], ...] = ()
     resident_bytes: int = 0
 
     def allows(self, start: int, stop: int) -> bool:
@@ -99,9 +102,10 @@ class Network:
         """Which pairs of places, in order, may be a segment's ends.
 
         A segment hands back one gradient of a value that it reads, the sum of
-        those within it. If some are added before that, of stages after it,
-        the whole sum is rounded otherwise than without segments. Such pairs
-        are left out: the numbers are to be the same to the bit.
+        those within it, and is given one of a value that it makes. If such a
+        sum is a part of a larger one, the larger one is rounded otherwise
+        than without segments. These pairs are left out: the numbers are to be
+        the same to the bit.
         """
         at = np.asarray(places)
         fixed = np.cumsum([0] + [not s.recomputable for s in self.stages])[at]
@@ -127,16 +131,9 @@ class Network:
                 readers.setdefault(value, []).append((index, share))
         found = []
         for value, reads in readers.items():
-            maker = makers.get(value, -1)
-            for first in range(len(reads) - 1):
-                earliest = reads[first - 1][0] if first else maker
-                within = 0
-                for last in range(first, len(reads) - 1):
-                    within += reads[last][1]
-                    if within > 1:
-                        starts = earliest + 1, reads[first][0]
-                        stops = reads[last][0] + 1, reads[last + 1][0]
-                        found.append((starts, stops))
+            found += _split_sums(makers.get(value, -1), reads)
+        for stages in self.shared:
+            found += _split_sums(-1, [(index, 1) for index in stages])
         return found
 
     @functools.cached_property
@@ -288,3 +285,25 @@ def _items(start: int, stop: int, segments) -> list["int | Segment"]:
         items.append(segment)
         start = segment.stop
     return items + list(range(start, stop))
+
+
+def _split_sums(
+    maker: int, reads: list[tuple[int, int]]
+) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """The same for one value, from who makes and who reads it how often."""
+    found = []
+    total = sum(share for _, share in reads)
+    following = [*(index for index, _ in reads[1:]), math.inf]
+    for first in range(len(reads)):
+        before = reads[first - 1][0] if first else maker
+        within = 0
+        for last in range(first, len(reads)):
+            within += reads[last][1]
+            if within == total:
+                break
+            stops = reads[last][0] + 1, following[last]
+            if within > 1:
+                found.append(((before + 1, reads[first][0]), stops))
+            if first == 0 and total - within > 1:
+                found.append(((0, maker), stops))
+    return found

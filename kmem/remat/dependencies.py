@@ -14,6 +14,8 @@ import tensorflow as tf
 # tests/test_remat.py fails if it moves.
 from tensorflow.python.ops import control_flow_util
 
+from kmem.remat import names
+
 
 def in_xla() -> bool:
     """Whether what is traced now will be compiled by XLA."""
@@ -41,7 +43,7 @@ def after(
     if tf.executing_eagerly():
         gradients = []
     with tf.control_dependencies(gradients):
-        return list(map(tf.identity, tensors)), list(map(tf.identity, weights))
+        return list(map(names.copy, tensors)), list(map(names.copy, weights))
 
 
 def delayed(
@@ -98,6 +100,4 @@ def _identity(gradient):
             gradient.indices,
             gradient.dense_shape,
         )
-    # Sorts among other names as the gradient itself does (see names.py).
-    with tf.name_scope(f"{gradient.op.name}/"):
-        return tf.identity(gradient)
+    return names.copy(gradient)

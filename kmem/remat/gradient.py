@@ -192,7 +192,8 @@ class _Segment:
         if not sources or not outputs:
             return tensors
         link: Any = tf.custom_gradient(lambda *_: (outputs, self._gradient))
-        linked = link(*sources)
+        with names.after(outputs[0]):
+            linked = link(*sources)
         # `custom_gradient` holds on to the list, for its length alone.
         outputs[:] = [None] * len(outputs)
         if len(linked) > 1:

@@ -1,9 +1,9 @@
-"""Names the gradient of a recomputation as that of the forward pass.
+"""Names a recomputation so that it sorts as the forward pass does.
 
 TensorFlow's graph optimizer sorts the addends of a sum by their names, so that
-a sum of three rounds by what its addends are called. A gradient is named after
-the scope of its operation, and the second run of a function has scopes of its
-own, with numbers behind them.
+a sum of three rounds by what its addends are called. The second run of a
+function, and its gradient, are named after the first run here: each name
+scope of the second run lies within that of the first.
 """
 
 import collections
@@ -13,8 +13,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-# A scope's parent, and what it was to be called.
-_Asked = tuple[str, str | None]
+_Entered = contextlib.AbstractContextManager[str]
 
 
 class Scopes:
@@ -22,7 +21,8 @@ class Scopes:
 
     def __init__(self):
         self._outer = ""
-        self._entered: dict[_Asked, list[str]] = collections.defaultdict(list)
+        # By what they were to be called, and where.
+        self._names: dict[tuple, list[str]] = collections.defaultdict(list)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -32,54 +32,74 @@ class Scopes:
             yield
             return
         self._outer = graph.get_name_scope()
+        actual = graph.name_scope
 
-        def enter(asked, scope):
-            self._entered[asked].append(scope)
+        @contextlib.contextmanager
+        def name_scope(name):
+            names = self._names[graph.get_name_scope(), name]
+            with actual(name) as scope:
+                names.append(graph.get_name_scope())
+                yield scope
 
-        with _observed(graph, enter):
+        with _instead(graph, "name_scope", name_scope):
             yield
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
-        """Within, gradients are named after the scopes that were noted."""
+        """Within, names what is made after what was made in the first run."""
         graph = _graph()
         if graph is None:
             yield
             return
-        unused = {asked: iter(names) for asked, names in self._entered.items()}
-        actual = graph.get_name_scope
+        unused = {asked: iter(names) for asked, names in self._names.items()}
+        actual, actual_scope = graph.name_scope, graph.get_name_scope
         first: dict[str, str] = {}
 
-        def enter(asked, scope):
-            first[scope] = next(unused.get(asked, iter(())), scope)
+        @contextlib.contextmanager
+        def within(name: str) -> Iterator[str]:
+            inner = f"{name}/again" if name else "again"
+            with actual(None), actual(inner) as scope:
+                first[actual_scope()] = name
+                yield scope
 
-        with graph.name_scope(f"{self._outer}/" if self._outer else None):
-            graph.get_name_scope = lambda: first.get(actual(), actual())
-            try:
-                with _observed(graph, enter):
-                    yield
-            finally:
-                graph.get_name_scope = actual
+        def name_scope(name) -> _Entered:
+            asked = graph.get_name_scope(), name
+            known = next(unused.get(asked, iter(())), None)
+            return actual(name) if known is None else within(known)
+
+        # Gradients are named after it.
+        def get_name_scope() -> str:
+            return first.get(actual_scope(), actual_scope())
+
+        with (
+            within(self._outer),
+            _instead(graph, "get_name_scope", get_name_scope),
+            _instead(graph, "name_scope", name_scope),
+        ):
+            yield
+
+
+def after(tensor: tf.Tensor) -> _Entered:
+    """A name scope whose operations sort as the tensor itself does."""
+    if tf.executing_eagerly():
+        return contextlib.nullcontext("")
+    return tf.name_scope(f"{tensor.op.name}/")
+
+
+def copy(tensor: tf.Tensor) -> tf.Tensor:
+    """The same tensor, which sorts as it does."""
+    with after(tensor):
+        return tf.identity(tensor)
 
 
 @contextlib.contextmanager
-def _observed(
-    graph: tf.Graph, enter: Callable[[_Asked, str], None]
-) -> Iterator[None]:
-    actual = graph.name_scope
-
-    @contextlib.contextmanager
-    def name_scope(name):
-        asked = graph.get_name_scope(), name
-        with actual(name) as scope:
-            enter(asked, graph.get_name_scope())
-            yield scope
-
-    graph.name_scope = name_scope
+def _instead(graph: tf.Graph, name: str, method: Callable) -> Iterator[None]:
+    actual = getattr(graph, name)
+    setattr(graph, name, method)
     try:
         yield
     finally:
-        graph.name_scope = actual
+        setattr(graph, name, actual)
 
 
 def _graph() -> tf.Graph | None:

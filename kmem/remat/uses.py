@@ -8,6 +8,8 @@ in the backward pass, and the other one may have none in the forward pass.
 
 import tensorflow as tf
 
+from kmem.remat import names
+
 # What only one of the two copies may have: how it reads what is outside of it.
 _PASSED_ON = (
     "Identity",
@@ -47,8 +49,7 @@ def shown(first: list, second: list, gradient: list) -> list[tf.Operation]:
 
 
 def _reader(tensor: tf.Tensor) -> tf.Operation:
-    with tf.name_scope(f"{tensor.op.name}/"):
-        reader = tf.identity(tensor).op
+    reader = names.copy(tensor).op
     # Private in TensorFlow: what is only waited for becomes a control
     # dependency otherwise, which is no use. tests/test_applying.py fails, by
     # the last bit, if the name of the attribute changes.
