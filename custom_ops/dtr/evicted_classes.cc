@@ -25,7 +25,8 @@ void EvictedClassesCost::VisitEvictedNeighbours(const Storage& storage,
                                                 Visit visit) {
   const auto visit_if_evicted = [&](Storage& neighbour) {
     ++num_accesses_;
-    if (!neighbour.resident && &neighbour != &storage) visit(neighbour);
+    const bool is_evicted = neighbour.evicted_class != nullptr;
+    if (is_evicted && &neighbour != &storage) visit(neighbour);
   };
   VisitParents(storage, visit_if_evicted);
   VisitChildren(storage, visit_if_evicted);

@@ -53,19 +53,20 @@ void Runtime::Remove(Operator* op, std::vector<Operator*>* unwanted) {
     Undefine(output);
     std::vector<Tensor*>& tensors = output.storage->tensors;
     tensors.erase(std::find(tensors.begin(), tensors.end(), &output));
-    if (!op->pure) --output.storage->num_fixed;
+    if (output.fixed) --output.storage->num_fixed;
   }
   CutInputs(op, unwanted);
   VisitStorages(*op, [&](Storage& storage) {
-    if (storage.tensors.empty()) {
-      if (storage.resident) counts_.live_bytes -= storage.bytes;
+    const bool has_value =
+        std::any_of(storage.tensors.begin(), storage.tensors.end(),
+                    [](const Tensor* tensor) { return tensor->defined; });
+    if (storage.resident && !has_value) {
+      counts_.live_bytes -= storage.bytes;
       storage.resident = false;
-      UpdateCandidate(storage);
-    } else if (storage.resident) {
-      UpdateCandidate(storage);
-    } else {
+    } else if (!storage.resident && !storage.tensors.empty()) {
       heuristic_->Evicted(storage);
     }
+    UpdateCandidate(storage);
   });
   if (op->work != nullptr) driver_->Forget(op->work);
   operators_.back()->position = op->position;
@@ -84,7 +85,13 @@ Status Runtime::Settle(Tensor* tensor) {
   Status status = Lock(wanted);
   if (!status.ok()) return status;
   op->pure = false;
-  for (Tensor& output : op->outputs) ++output.storage->num_fixed;
+  for (Tensor& output : op->outputs) {
+    if (output.wanted()) {
+      Fix(output);
+    } else if (output.is_view) {
+      Undefine(output);  // It would keep the storage of another.
+    }
+  }
   std::vector<Operator*> unwanted;
   CutInputs(op, &unwanted);
   for (Operator* other : unwanted) Collect(other);
@@ -95,7 +102,7 @@ Status Runtime::Settle(Tensor* tensor) {
 
 Status Runtime::SettleReaders(Tensor* tensor) {
   std::vector<Tensor*> reached = {tensor};
-  std::vector<Tensor*> held;  // Sure to outlive the settling of others.
+  std::vector<Tensor*> held;
   std::unordered_set<const Operator*> seen;
   for (size_t i = 0; i < reached.size(); ++i) {
     for (const Reader& reader : reached[i]->readers) {
@@ -106,12 +113,15 @@ Status Runtime::SettleReaders(Tensor* tensor) {
       }
     }
   }
+  // Handles, so that each outlives the settling of the others.
+  for (Tensor* output : held) Retain(output);
+  Status status;
   // The nearest first: those further on may be made from them.
   for (Tensor* output : held) {
-    Status status = Settle(output);
-    if (!status.ok()) return status;
+    if (status.ok()) status = Settle(output);
   }
-  return Status();
+  for (Tensor* output : held) Release(output);
+  return status;
 }
 
 }  // namespace kmem::dtr

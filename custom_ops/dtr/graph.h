@@ -34,7 +34,7 @@ struct Storage {
   bool resident = true;
   int handles = 0;    // Those of its tensors, together.
   int locks = 0;      // It must stay while there are any.
-  int num_fixed = 0;  // How many of its tensors cannot be made again.
+  int num_fixed = 0;  // How many of its tensors are fixed.
   std::vector<Tensor*> tensors;
   size_t position = kNoPosition;  // Among the candidates for eviction.
 
@@ -59,6 +59,7 @@ struct Tensor {
   bool is_view = false;  // Of a storage that another operator made.
   bool defined = true;   // Has a value now. A view may lack one that its
                          // storage has, until it is made again.
+  bool fixed = false;    // Cannot be made again.
   int handles = 0;       // Held from outside.
   std::vector<Reader> readers;
   void* payload = nullptr;  // The driver's value.

@@ -55,7 +55,7 @@ Operator* Runtime::Record(const std::vector<Tensor*>& inputs,
     Storage& storage = *tensor.storage;
     storage.tensors.push_back(&tensor);
     ++storage.handles;
-    if (!pure) ++storage.num_fixed;
+    if (!pure) Fix(tensor);
   }
   AddLive(op->output_bytes);
   VisitStorages(*op, [&](Storage& storage) {
@@ -67,6 +67,11 @@ Operator* Runtime::Record(const std::vector<Tensor*>& inputs,
   if (!outputs.empty()) return op;
   Collect(op);
   return nullptr;
+}
+
+void Runtime::Fix(Tensor& tensor) {
+  tensor.fixed = true;
+  ++tensor.storage->num_fixed;
 }
 
 void Runtime::Retain(Tensor* tensor) {

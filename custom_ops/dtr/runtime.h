@@ -154,6 +154,7 @@ class Runtime {
   void UnlockStorage(Storage& storage);
   void UpdateCandidate(Storage& storage);
 
+  static void Fix(Tensor& tensor);
   void Drop(Storage& storage);
   void DropIfUnwanted(const Tensor& tensor);
   void Undefine(Tensor& tensor);

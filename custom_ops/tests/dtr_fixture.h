@@ -6,6 +6,7 @@
 #define KMEM_TESTS_DTR_FIXTURE_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <set>
 #include <string>
@@ -52,6 +53,7 @@ class FakeDriver : public Driver {
     if (work.number == fails) return Status(Code::kOperatorFailed, "broken");
     Status status = runtime->MakeRoom(op.output_bytes);
     if (!status.ok()) return status;
+    if (while_running) while_running();
     std::vector<const Tensor*> inputs;
     for (const Input& input : op.inputs) {
       CHECK_TRUE(input.tensor->defined);
@@ -98,6 +100,7 @@ class FakeDriver : public Driver {
   int64_t bytes = 0;  // Of all buffers.
   int fails = -1;                // The operator that fails when it runs again.
   std::vector<int> order;        // What ran again.
+  std::function<void()> while_running;  // Called when an operator runs again.
   std::set<const Value*> values;  // What has not been dropped.
 };
 

@@ -327,6 +327,21 @@ void ASettledViewKeepsItsStorage() {
   CHECK_EQUAL(session.runtime.live_bytes(), 0);
 }
 
+// What came along with it when it was made again for the last time.
+void AnUnwantedSiblingOfWhatIsSettledKeepsNothing() {
+  Session session;
+  Tensor* x = session.MakeSource(8);
+  Tensor* a = session.Make({x}, 20);
+  const auto made = session.Run({a}, {{10}, {0, 0}});
+  session.Release({a, made[1]});
+  CHECK_TRUE(session.runtime.Evict());
+  CHECK_TRUE(session.runtime.Settle(made[0]).ok());
+  CheckOrder(session, {1, 2});
+  CHECK_EQUAL(session.driver.bytes, 18);
+  CHECK_EQUAL(session.runtime.live_bytes(), 18);
+  CHECK_EQUAL(session.runtime.statistics().num_operators, 2);
+}
+
 }  // namespace
 
 int main() {
@@ -349,5 +364,6 @@ int main() {
   WhatIsSettledStandsOnItsOwn();
   NothingNeedsASourceWhoseReadersAreSettled();
   ASettledViewKeepsItsStorage();
+  AnUnwantedSiblingOfWhatIsSettledKeepsNothing();
   return 0;
 }
