@@ -44,7 +44,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MAX_FILE_LINES = 400
 # A budget makes every addition ask what it is worth, and whether something
 # can go. Raise it in the change that needs it, and say why there.
-MAX_TOTAL_LINES = 12000
+MAX_TOTAL_LINES = 16000
 
 FRAMEWORKS = {"tensorflow", "keras"}
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda

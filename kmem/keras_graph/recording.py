@@ -50,6 +50,7 @@ _KEEPS_NOTHING = ALIASES | {
 }
 # What TensorFlow joins into one sum, if nobody else uses what is between.
 _ADDITIONS = frozenset({"Add", "AddN", "AddV2"})
+_ARITHMETIC = _ADDITIONS | {"Mul", "RealDiv", "Sub"}
 # They use a tensor, and give it no gradient.
 _NO_GRADIENT = frozenset({"Rank", "Shape", "ShapeN", "Size", "ZerosLike"})
 
@@ -170,6 +171,19 @@ def root(tensor: tf.Tensor) -> tf.Tensor:
     while tensor.op.type in ALIASES:
         tensor = tensor.op.inputs[0]
     return tensor
+
+
+def _joined(maker: tf.Operation, reader: tf.Operation) -> bool:
+    """Whether TensorFlow joins two operations, or their gradients, to others,
+    which rounds otherwise: sums of sums, and products with constants."""
+    if maker.type == "BiasAdd":
+        return reader.type in ("Elu", "Sigmoid", "Tanh")
+    if maker.type in _ADDITIONS and reader.type in _ADDITIONS:
+        return True
+    inputs = (*maker.inputs, *reader.inputs)
+    constant = any(tensor.op.type == "Const" for tensor in inputs)
+    pair = {maker.type, reader.type}
+    return constant and pair <= _ARITHMETIC
 
 
 def num_bytes(tensor: tf.Tensor | tf.TensorSpec) -> int:
@@ -305,23 +319,24 @@ class _Recorder(opening.Visitor):
         )
 
     def find_seams(self) -> None:
-        """Finds values between two additions, and the places they cross."""
+        """Finds values that two operations are joined over, and the places
+        that they cross."""
         users = collections.defaultdict(list)
         for number, operation in enumerate(_graph().get_operations()):
             if operation.type not in ALIASES:
                 for tensor in operation.inputs:
-                    users[root(tensor).ref()].append((number, operation.type))
+                    users[root(tensor).ref()].append((number, operation))
         seams: set[int] = set()
         for call, made in enumerate(self.recording.calls):
             for value in made.makes:
                 tensor = self.recording.tensors[value]
                 used = users[tensor.ref()]
-                if tensor.op.type not in _ADDITIONS or len(used) != 1:
+                if len(used) != 1:
                     continue
-                number, kind = used[0]
-                if kind in _ADDITIONS:
-                    reader = bisect.bisect_right(self._ends, number)
-                    seams.update(range(call + 1, reader + 1))
+                number, reader = used[0]
+                if _joined(tensor.op, reader):
+                    last = bisect.bisect_right(self._ends, number)
+                    seams.update(range(call + 1, last + 1))
         self.recording.seams = frozenset(seams)
 
     def _known(self, tensors) -> tuple[int, ...]:

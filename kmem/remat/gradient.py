@@ -192,16 +192,20 @@ class _Segment:
         if not sources or not outputs:
             return tensors
         link: Any = tf.custom_gradient(lambda *_: (outputs, self._gradient))
+        scopes = [names.after(t) for t in outputs]
         with names.after(outputs[0]):
             linked = link(*sources)
         # `custom_gradient` holds on to the list, for its length alone.
         outputs[:] = [None] * len(outputs)
         if len(linked) > 1:
-            linked = [self._noted(i, t) for i, t in enumerate(linked)]
+            linked = [
+                self._noted(i, t, scope)
+                for i, (t, scope) in enumerate(zip(linked, scopes, strict=True))
+            ]
         linked = iter(linked)
         return [next(linked) if is_differentiable(t) else t for t in tensors]
 
-    def _noted(self, index: int, output: tf.Tensor) -> tf.Tensor:
+    def _noted(self, index: int, output: tf.Tensor, scope) -> tf.Tensor:
         """Notes that an output has a gradient: one that has none gets zeros.
 
         They would turn gradients that are `None` into zeros.
@@ -211,7 +215,11 @@ class _Segment:
             self._noted_outputs.add(index)
             return known
 
-        note: Any = tf.custom_gradient(lambda t: (tf.identity(t), gradient))
+        def noted(tensor):
+            with scope:
+                return names.lasting(tf.identity(tensor)), gradient
+
+        note: Any = tf.custom_gradient(noted)
         return note(output)
 
     def _gradient(self, *gradients):

@@ -10,6 +10,24 @@ import tensorflow as tf
 
 from kmem.remat import names
 
+# What reads a result and is not joined with what made it.
+_APART = frozenset(
+    {
+        "AvgPool",
+        "BatchMatMulV2",
+        "ConcatV2",
+        "Conv2D",
+        "Conv2DBackpropInput",
+        "DepthwiseConv2dNative",
+        "IdentityN",
+        "MatMul",
+        "MaxPool",
+        "Max",
+        "Mean",
+        "Softmax",
+        "Sum",
+    }
+)
 # What only one of the two copies may have: how it reads what is outside of it.
 _PASSED_ON = (
     "Identity",
@@ -33,26 +51,35 @@ def shown(first: list, second: list, gradient: list) -> list[tf.Operation]:
         Operations that read what is used more than once. Something has to
         wait for them, or they are left out. They keep no memory.
     """
+    backward, needed = set(gradient), set(gradient)
+    # What only the results of the second run are made of is not run.
+    for op in reversed(second):
+        if any(needed.intersection(t.consumers()) for t in op.outputs):
+            needed.add(op)
     first = [op for op in first if op.type not in _PASSED_ON]
     second = [op for op in second if op.type not in _PASSED_ON]
     if [op.type for op in first] != [op.type for op in second]:
         return []
-    backward = set(gradient)
     readers = []
     for one, other in zip(first, second, strict=True):
         # A loop that is differentiated has more results than one that is not.
         for output, again in zip(one.outputs, other.outputs, strict=False):
-            kept = [op for op in again.consumers() if op in backward]
-            if len(output.consumers()) + len(kept) > 1:
-                readers += [_reader(output), _reader(again)]
+            uses = output.consumers()
+            uses_again = needed.intersection(again.consumers())
+            if len(uses) + len(backward & uses_again) < 2:
+                continue
+            if _may_be_joined(uses):
+                readers.append(_reader(output))
+            if _may_be_joined(list(uses_again)):
+                readers.append(_reader(again))
     return readers
 
 
+def _may_be_joined(uses: list[tf.Operation]) -> bool:
+    """Whether there is a single one, of a kind that takes its input in."""
+    return len(uses) == 1 and uses[0].type not in _APART
+
+
 def _reader(tensor: tf.Tensor) -> tf.Operation:
-    reader = names.copy(tensor).op
-    # Private in TensorFlow: what is only waited for becomes a control
-    # dependency otherwise, which is no use. tests/test_applying.py fails, by
-    # the last bit, if the name of the attribute changes.
-    kept = tf.compat.v1.AttrValue(b=True)
-    reader._set_attr("_grappler_do_not_remove", kept)
-    return reader
+    # One that is only waited for would become a control dependency.
+    return names.lasting(names.copy(tensor)).op
