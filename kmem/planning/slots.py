@@ -59,7 +59,8 @@ class SlottedLine:
         self.slot_bytes = max(
             line.common_bytes, math.ceil(limit_bytes / num_slots)
         )
-        self.width = int(self._slots(limit_bytes)) + 1
+        # Two more than the limit takes: sizes are rounded up.
+        self.width = int(self._slots(limit_bytes)) + 3
         self.furthest = _furthest(allowed)
         kept = np.rint(line.kept_bytes / self.slot_bytes).astype(np.int64)
         self.kept = np.diff(kept, axis=1)
