@@ -140,3 +140,10 @@ class Remat(MemoryOptions):
 
     def __init__(self, *args, **kwargs):
         super().__init__(remat=options.Remat(*args, **kwargs))
+
+
+class DTR(MemoryOptions):
+    """`MemoryOptions(dtr=...)`, likewise."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(dtr=options.DTR(*args, **kwargs))

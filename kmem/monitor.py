@@ -9,6 +9,7 @@ import contextlib
 
 import keras
 
+from kmem import dtr
 from kmem import memory
 
 
@@ -20,6 +21,11 @@ class MemoryMonitor(keras.callbacks.Callback):
     - `memory_peak_mb`: the most that was in use since the epoch began. In the
       logs of an epoch that is the peak of the epoch, with its validation.
     - `memory_mb`: what is in use, after the batch or the epoch.
+
+    Under `fit(dtr=...)` there are two more, counted since the epoch began:
+
+    - `dtr_evictions`: how often a tensor was given up.
+    - `dtr_recomputations`: how many operators ran again.
 
     They appear in the progress bar and in `History` always, and in
     `CSVLogger`, `TensorBoard` and other callbacks that come after this one:
@@ -64,6 +70,7 @@ class MemoryMonitor(keras.callbacks.Callback):
         # Still open if the last `fit` was interrupted.
         self._track.close()
         self._usage = self._track.enter_context(memory.track(self._device))
+        self._dtr_before = dtr.statistics()
 
     def on_train_batch_end(self, batch, logs=None):
         self._add(logs)
@@ -76,3 +83,16 @@ class MemoryMonitor(keras.callbacks.Callback):
         if logs is not None:
             logs["memory_mb"] = memory.current(self._device) / 1e6
             logs["memory_peak_mb"] = self._usage.peak_bytes / 1e6
+            logs.update(_dtr_counts(self._dtr_before, dtr.statistics()))
+
+
+def _dtr_counts(before, now) -> dict[str, int]:
+    """What DTR did meanwhile; nothing if it was not on."""
+    if now is None or now == before:
+        return {}
+    same = before is not None and before.total_seconds <= now.total_seconds
+    return {
+        f"dtr_{name}": getattr(now, f"num_{name}")
+        - (getattr(before, f"num_{name}") if same else 0)
+        for name in ("evictions", "recomputations")
+    }

@@ -14,6 +14,11 @@ from typing import Literal
 
 from kmem.units import parse_size
 
+# Of DTR: those of custom_ops/dtr/heuristic.h.
+HEURISTICS = tuple(
+    "dtr_eq dtr ancestors msps local size_staleness lru random".split()
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
@@ -178,10 +183,8 @@ class DTR:
         evictee_minimum_size: Bytes or a size; smaller tensors are kept.
         enable_sqrt_sampling: Look at about the square root of the candidates
             at each eviction.
-        heuristic: What is evicted first: `"dtr_eq"`, `"dtr"`, `"msps"`,
-            `"lru"`, `"local"` or `"random"`.
-        compile: `"layers"` runs each block as one compiled operator, `None`
-            runs operator by operator.
+        heuristic: What is evicted first: `"dtr_eq"`, `"dtr"`, `"ancestors"`,
+            `"msps"`, `"local"`, `"size_staleness"`, `"lru"` or `"random"`.
 
     Raises:
         ValueError: If a field is not of this form.
@@ -191,19 +194,13 @@ class DTR:
     evictee_minimum_size: int | str = "1MB"
     enable_sqrt_sampling: bool = False
     heuristic: str = "dtr_eq"
-    compile: str | None = "layers"
 
     def __post_init__(self):
         for name in ("eviction_threshold", "evictee_minimum_size"):
             value = getattr(self, name)
             if not (_is_integer(value) and value == 0):
                 _set(self, **{name: parse_size(value, name)})
-        _one_of(
-            self.heuristic,
-            "heuristic",
-            ("dtr_eq", "dtr", "msps", "lru", "local", "random"),
-        )
-        _one_of(self.compile, "compile", ("layers", None))
+        _one_of(self.heuristic, "heuristic", HEURISTICS)
 
 
 @dataclasses.dataclass(frozen=True)

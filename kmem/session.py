@@ -19,6 +19,7 @@ from kmem import capture
 from kmem import precision
 from kmem.accumulation import Updater
 from kmem.accumulation import build_optimizer
+from kmem.dtr.device import DeviceSession
 from kmem.keras_graph import applying
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
@@ -27,7 +28,7 @@ from kmem.microbatch import BatchGradient
 from kmem.microbatch import GradientStep
 from kmem.options import MemoryOptions
 
-_TO_COME = ("memory_budget", "dtr", "sharding")
+_TO_COME = ("memory_budget", "sharding")
 _SESSIONS = "_kmem_sessions"
 _MAX_SESSIONS = 8
 
@@ -61,6 +62,7 @@ class Session:
         # A plan counts on the order that a captured gradient is given.
         self._plan = options.remat.plan if options.remat else None
         self._frame = planned_frame(model, options) if self._plan else None
+        self._dtr = DeviceSession(options.dtr) if options.dtr else None
         is_default = (
             getattr(model.train_step, "__func__", None)
             is keras.Model.train_step
@@ -126,7 +128,7 @@ class Session:
 
     def _make_functions(self) -> None:
         model = self.model
-        jit_compile = model.jit_compile
+        jit_compile, run_eagerly = model.jit_compile, model.run_eagerly
         # Only the gradient is compiled when updates are rarer than batches:
         # a branch inside XLA copies all that it may assign.
         separately = self._num_batches > 1 and jit_compile
@@ -137,14 +139,18 @@ class Session:
             with capture.attribute(model, "train_step", self._run_train_step):
                 if separately:
                     model.jit_compile = False
+                if self._dtr is not None:
+                    model.run_eagerly = True
                 model.make_train_function(force=True)
                 self._made["train_function"] = model.train_function
+            model.run_eagerly = run_eagerly
             if self._mixed_precision is not None:
                 with capture.attribute(model, "test_step", self._run_test_step):
                     model.make_test_function(force=True)
                     self._made["test_function"] = model.test_function
         finally:
             model.jit_compile = jit_compile
+            model.run_eagerly = run_eagerly
             model.train_function, model.test_function = plain
 
     def trains(self) -> bool:
@@ -200,11 +206,12 @@ class Session:
 
     def _run_train_step(self, data):
         data = keras.tree.map_structure(_as_tensor, data)
-        with self._precision(), self._remat():
-            if not self._captures:
-                return self._user_train_step(data)
-            batch = self._gradient_step(data)
-        self._updater.add(batch)
+        with self._device():
+            with self._precision(), self._remat():
+                if not self._captures:
+                    return self._user_train_step(data)
+                batch = self._gradient_step(data)
+            self._updater.add(batch)
         return batch.logs
 
     def _run_test_step(self, data):
@@ -213,6 +220,9 @@ class Session:
 
     def _precision(self):
         return option_precision(self.model, self.options)
+
+    def _device(self):
+        return self._dtr.scope() if self._dtr else contextlib.nullcontext()
 
     def _remat(self):
         if self._plan is None or self._frame is None:
@@ -300,6 +310,8 @@ def check(model, options: MemoryOptions) -> None:
             "`gradient_accumulation_steps`. Received: "
             f"optimizer.gradient_accumulation_steps={own_steps}"
         )
+    if options.dtr is not None:
+        _check_dtr(model)
     if (
         options.microbatches is not None
         and model.distribute_strategy.num_replicas_in_sync > 1
@@ -311,6 +323,21 @@ def check(model, options: MemoryOptions) -> None:
                     "their replicas: make them with `synchronized=False`. "
                     f"Received: layer={layer.name}"
                 )
+
+
+def _check_dtr(model) -> None:
+    if model.jit_compile:
+        raise ValueError(
+            "`dtr` sees operators one by one, and XLA compiles them into "
+            "one: call `model.compile(jit_compile=False)`, or use `remat`. "
+            "Received: jit_compile=True"
+        )
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if replicas > 1:
+        raise ValueError(
+            "`dtr` must have one replica in a process. "
+            f"Received: {replicas} replicas"
+        )
 
 
 def check_batch(

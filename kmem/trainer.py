@@ -40,6 +40,9 @@ class MemoryFit:
                     `"auto"`, a budget in bytes or as `"2GB"`, a share of the
                     unplanned peak, a `kmem.Plan`, the path of one, or
                     `kmem.Remat(...)`.
+                dtr: Give up tensors when memory runs short, and recompute
+                    them when they are read: `True`, a threshold such as
+                    `"5GB"`, or `kmem.DTR(...)`. Training runs eagerly.
 
         Returns:
             Keras's `History`.

@@ -13,7 +13,7 @@ import pytest
 # From low to high. A module may import modules of lower layers, or of its own
 # layer as long as no cycle appears. A package (`planning/`) is one entry.
 LAYERS = (
-    {"units", "versions", "options", "native", "memory", "monitor"},
+    {"units", "versions", "options", "native", "memory"},
     {
         "batches",
         "capture",
@@ -29,6 +29,7 @@ LAYERS = (
     },
     {"keras_graph", "dtr", "sharding"},
     {"multilevel", "autotune"},
+    {"monitor"},
     {"session", "rehearsal", "plan_cache", "planner", "trainer", "callbacks"},
     {
         "report",

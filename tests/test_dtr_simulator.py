@@ -133,5 +133,5 @@ def test_structures_are_those_of_the_core(name):
         flags=re.MULTILINE | re.DOTALL,
     )[1]
     theirs = re.findall(r"^  (u?int64_t|bool) (\w+) =", body, re.MULTILINE)
-    ours = getattr(simulator, f"_{name}")._fields_
+    ours = getattr(simulator, f"Native{name}")._fields_
     assert [field for _, field in theirs] == [field for field, _ in ours]

@@ -68,7 +68,7 @@ def test_bad_values_are_refused_with_their_value(name, value):
         lambda: kmem.Remat(solver="best"),
         lambda: kmem.Remat(budget=0.5, plan="plan.json"),
         lambda: kmem.DTR(heuristic="fifo"),
-        lambda: kmem.DTR(compile="model"),
+        lambda: kmem.DTR(evictee_minimum_size=-1),
         lambda: kmem.Sharding(gather_dtype="int8"),
         lambda: kmem.Sharding(accumulate="remote"),
         lambda: kmem.Genetic(thresh_nr_try=0),

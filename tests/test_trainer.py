@@ -359,7 +359,7 @@ BAD = [
     ({"memory_budget": "5 GBs"}, ValueError, "number of bytes"),
     ({"remat": "auto", "dtr": True}, ValueError, "exclude each other"),
     ({"memory_budget": "8GB"}, NotImplementedError, "`memory_budget`"),
-    ({"dtr": True}, NotImplementedError, "`dtr`"),
+    ({"dtr": "1KB"}, ValueError, "larger than what is in use"),
     ({"sharding": "full"}, NotImplementedError, "`sharding`"),
 ]
 

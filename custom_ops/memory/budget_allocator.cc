@@ -43,7 +43,22 @@ size_t CountedBytes(size_t requested) {
 // From a refusal until the thread allocates again.
 thread_local bool xla_was_refused = false;
 
+std::atomic<Evictor*> the_evictor{nullptr};
+
+bool MakeRoom(int64_t bytes) {
+  Evictor* evictor = the_evictor.load();
+  return evictor != nullptr && evictor->MakeRoom(bytes);
+}
+
 }  // namespace
+
+void SetEvictor(Evictor* evictor) { the_evictor = evictor; }
+
+// Never destroyed: tensors outlive static destructors.
+Budget* TheBudget() {
+  static Budget* budget = new Budget;
+  return budget;
+}
 
 std::string BudgetAllocator::Name() {
   const int64_t limit = budget_->limit();
@@ -66,7 +81,9 @@ void* BudgetAllocator::AllocateRaw(
 
 bool BudgetAllocator::Reserve(size_t bytes, Attributes attributes) {
   xla_was_refused = false;
-  const bool fits = budget_->Reserve(bytes);
+  bool fits = budget_->Reserve(bytes);
+  // Another thread may be quicker to take what was made free.
+  while (!fits && MakeRoom(bytes)) fits = budget_->Reserve(bytes);
   if (fits && !budget_->owes()) return true;
   const Caller caller = FindCaller(attributes);
   if (caller == Caller::kNoticesFailure || caller == Caller::kXla) {
@@ -148,12 +165,6 @@ bool BudgetAllocator::ClearStats() {
 }
 
 namespace {
-
-// Never destroyed: tensors outlive static destructors.
-Budget* TheBudget() {
-  static Budget* budget = new Budget;
-  return budget;
-}
 
 PageStorage* ThePages() {
   static PageStorage* pages = new PageStorage;

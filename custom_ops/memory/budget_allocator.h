@@ -15,6 +15,7 @@
 
 #include "budget.h"
 #include "caller.h"
+#include "evictor.h"
 #include "storage.h"
 #include "xla/tsl/framework/allocator.h"
 
@@ -52,6 +53,13 @@ class BudgetAllocator : public tsl::Allocator {
   Budget* const budget_;
   PageStorage* const pages_;
 };
+
+// That of TensorFlow's allocator.
+Budget* TheBudget();
+
+// Asks `evictor`, which must never be destroyed, before a request is refused
+// or granted above the limit; nobody if it is nullptr.
+void SetEvictor(Evictor* evictor);
 
 }  // namespace kmem
 

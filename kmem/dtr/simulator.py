@@ -17,17 +17,8 @@ import dataclasses
 
 from kmem import native
 from kmem.dtr.program import Program
+from kmem.options import HEURISTICS as HEURISTICS
 
-HEURISTICS = (
-    "dtr_eq",
-    "dtr",
-    "ancestors",
-    "msps",
-    "local",
-    "size_staleness",
-    "lru",
-    "random",
-)
 _NO_LIMIT = 2**63 - 1
 _DONE, _NO_ROOM = range(2)  # Of custom_ops/dtr/status.h.
 
@@ -66,7 +57,7 @@ class BudgetFailed(ValueError):
         self.thrashed = thrashed
 
 
-class _Options(ctypes.Structure):
+class NativeOptions(ctypes.Structure):
     # In the order of Options in custom_ops/dtr/runtime.h.
     _fields_ = [
         ("threshold_bytes", ctypes.c_int64),
@@ -77,7 +68,7 @@ class _Options(ctypes.Structure):
     ]
 
 
-class _Statistics(ctypes.Structure):
+class NativeStatistics(ctypes.Structure):
     # In the order of Statistics in custom_ops/dtr/runtime.h.
     _fields_ = [
         (name, ctypes.c_int64)
@@ -139,13 +130,13 @@ def simulate(
             f"Received: heuristic={heuristic!r}"
         )
     recomputed_seconds = (slowdown_limit - 1) * program.seconds
-    options = _Options(
+    options = NativeOptions(
         threshold_bytes=_NO_LIMIT if budget_bytes is None else budget_bytes,
         recomputation_limit=round(recomputed_seconds * 1e9),
         sqrt_sampling=sqrt_sampling,
         seed=seed,
     )
-    found = _Statistics()
+    found = NativeStatistics()
     message = ctypes.create_string_buffer(500)
     code = native.library().kmem_dtr_simulate(
         program.numbers.ctypes.data_as(ctypes.c_void_p),

@@ -1,0 +1,174 @@
+// The custom device that TensorFlow hands every operator to before it runs,
+// and what Python calls through ctypes to put it in place.
+//
+// One for the process, for ever: TensorFlow cannot take a device away again.
+// While no session is on it, it lets every operator run where it would
+// without it, also those that read what a session has left behind.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "../memory/budget_allocator.h"
+#include "tf_session.h"
+
+namespace kmem::dtr {
+
+const char* const kCustomDeviceName =
+    "/job:localhost/replica:0/task:0/device:KMEM_DTR:0";
+
+TrackedHandle* TrackedHandleOf(TFE_TensorHandle* handle) {
+  StatusPtr status = NewStatus();
+  const char* name = TFE_TensorHandleDeviceName(handle, status.get());
+  if (name == nullptr || std::string_view(name) != kCustomDeviceName) {
+    return nullptr;
+  }
+  return static_cast<TrackedHandle*>(
+      TFE_TensorHandleDevicePointer(handle, status.get()));
+}
+
+namespace {
+
+// The limit of kmem's allocator is the threshold, byte for byte.
+class Cpu : public PhysicalDevice {
+ public:
+  const std::string& name() const override { return name_; }
+  int64_t BytesInUse() const override { return TheBudget()->in_use(); }
+  int64_t LimitBytes() const override { return TheBudget()->limit(); }
+  bool must_retry() const override { return false; }
+
+ private:
+  const std::string name_ = "/job:localhost/replica:0/task:0/device:CPU:0";
+};
+
+class Device : public Evictor {
+ public:
+  bool MakeRoom(int64_t bytes) override {
+    const std::shared_ptr<Session> session = current();
+    return session != nullptr && session->MakeRoom(bytes);
+  }
+
+  std::shared_ptr<Session> current() { return std::atomic_load(&current_); }
+
+  bool Begin(std::shared_ptr<Session> session, int64_t limit_bytes) {
+    limit_before_ = TheBudget()->limit();
+    if (!TheBudget()->SetLimit(std::min(limit_bytes, limit_before_))) {
+      return false;
+    }
+    std::atomic_store(&current_, std::move(session));
+    SetEvictor(this);
+    return true;
+  }
+
+  void End() {
+    SetEvictor(nullptr);
+    std::atomic_store(&current_, std::shared_ptr<Session>());
+    TheBudget()->SetLimit(limit_before_);
+  }
+
+ private:
+  std::shared_ptr<Session> current_;
+  int64_t limit_before_ = Budget::kNoLimit;
+};
+
+Device* TheDevice() {
+  static Device* device = new Device;
+  return device;
+}
+
+const Cpu* TheCpu() {
+  static const Cpu* cpu = new Cpu;
+  return cpu;
+}
+
+// What comes from outside stays where it is.
+TFE_TensorHandle* CopyToDevice(TFE_Context*, TFE_TensorHandle* tensor,
+                               TF_Status* status, void*) {
+  return TFE_TensorHandleCopySharingTensor(tensor, status);
+}
+
+TFE_TensorHandle* CopyFromDevice(TFE_Context* context,
+                                 TFE_TensorHandle* tensor, const char* target,
+                                 TF_Status* status, void*) {
+  const TrackedHandle* handle = TrackedHandleOf(tensor);
+  HandlePtr value = handle->session->Fetch(handle->tensor, status);
+  if (value == nullptr || target == std::string_view(TheCpu()->name())) {
+    return value.release();
+  }
+  return TFE_TensorHandleCopyToDevice(value.get(), context, target, status);
+}
+
+void Execute(const TFE_Op* op, int* num_outputs, TFE_TensorHandle** outputs,
+             TF_Status* status, void*) {
+  const std::shared_ptr<Session> session = TheDevice()->current();
+  if (session == nullptr) {
+    TF_SetStatus(status, TF_FAILED_PRECONDITION,
+                 "DTR must be enabled to run operators on its device: use "
+                 "`kmem.dtr.scope()`.");
+    return;
+  }
+  session->Execute(op, num_outputs, outputs, status);
+}
+
+bool ShallPin(const TFE_Op*, TF_Status*) {
+  return TheDevice()->current() != nullptr;
+}
+
+}  // namespace
+}  // namespace kmem::dtr
+
+// For ctypes, in kmem/dtr/device.py.
+extern "C" {
+
+#define KMEM_EXPORT __attribute__((visibility("default")))
+
+using SessionPtr = std::shared_ptr<kmem::dtr::Session>;
+
+// `context` is a TFE_Context.
+KMEM_EXPORT bool kmem_dtr_register(void* context, char* message,
+                                   int64_t message_bytes) {
+  TFE_CustomDevice device;
+  device.copy_tensor_to_device = kmem::dtr::CopyToDevice;
+  device.copy_tensor_from_device = kmem::dtr::CopyFromDevice;
+  device.execute = kmem::dtr::Execute;
+  device.delete_device = [](void*) {};
+  device.shall_pin_to_this_device = kmem::dtr::ShallPin;
+  kmem::dtr::StatusPtr status = kmem::dtr::NewStatus();
+  TFE_RegisterCustomDevice(static_cast<TFE_Context*>(context), device,
+                           kmem::dtr::kCustomDeviceName, nullptr,
+                           status.get());
+  std::snprintf(message, message_bytes, "%s", TF_Message(status.get()));
+  return kmem::dtr::IsOk(status);
+}
+
+// Options are the fields of their struct. nullptr: no such heuristic.
+KMEM_EXPORT void* kmem_dtr_new_session(const char* heuristic,
+                                       const kmem::dtr::Options* options) {
+  auto made = kmem::dtr::MakeHeuristic(heuristic, options->seed);
+  if (made == nullptr) return nullptr;
+  return new SessionPtr(std::make_shared<kmem::dtr::Session>(
+      kmem::dtr::TheCpu(), std::move(made), *options));
+}
+
+KMEM_EXPORT void kmem_dtr_delete_session(void* session) {
+  delete static_cast<SessionPtr*>(session);
+}
+
+// Puts a session on the device, and a limit on its memory if it is lower than
+// the one there is. Returns false, and changes nothing, if more is in use.
+KMEM_EXPORT bool kmem_dtr_begin(void* session, int64_t limit_bytes) {
+  return kmem::dtr::TheDevice()->Begin(*static_cast<SessionPtr*>(session),
+                                       limit_bytes);
+}
+
+KMEM_EXPORT void kmem_dtr_end() { kmem::dtr::TheDevice()->End(); }
+
+KMEM_EXPORT void kmem_dtr_statistics(void* session,
+                                     kmem::dtr::Statistics* statistics) {
+  *statistics = (*static_cast<SessionPtr*>(session))->statistics();
+}
+
+}  // extern "C"

@@ -1,0 +1,357 @@
+#include "tf_session.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "tensorflow/c/eager/immediate_execution_operation.h"
+#include "tensorflow/c/eager/tfe_op_internal.h"
+
+namespace kmem::dtr {
+namespace {
+
+// Smaller tensors are not tracked: a record takes about as much.
+constexpr int64_t kSmallestBytes = 4096;
+// All recomputation, at most: this many times the program's own time, and a
+// second for its start.
+constexpr int64_t kMostSlowdown = 100;
+constexpr int64_t kSecond = 1000000000;
+
+thread_local bool knows = false;
+
+int64_t Nanoseconds() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// A kernel runs: the lock is free meanwhile.
+class Forgetting {
+ public:
+  Forgetting() {
+    knows = false;
+    Session::knowledge_mutex.unlock();
+  }
+  ~Forgetting() {
+    Session::knowledge_mutex.lock();
+    knows = true;
+  }
+};
+
+void SetStatus(TF_Status* status, const Status& from) {
+  TF_SetStatus(status,
+               from.code == Code::kOperatorFailed ? TF_INTERNAL
+                                                  : TF_RESOURCE_EXHAUSTED,
+               from.message.c_str());
+}
+
+}  // namespace
+
+class Session::Knowing {
+ public:
+  Knowing() {
+    knowledge_mutex.lock();
+    knows = true;
+  }
+  ~Knowing() {
+    knows = false;
+    knowledge_mutex.unlock();
+  }
+  Knowing(const Knowing&) = delete;
+  Knowing& operator=(const Knowing&) = delete;
+};
+
+std::recursive_mutex Session::execution_mutex;
+std::mutex Session::knowledge_mutex;
+
+Session::Session(const PhysicalDevice* device,
+                 std::unique_ptr<Heuristic> heuristic, const Options& options)
+    : device_(device), runtime_(this, std::move(heuristic), options) {}
+
+// ------------------------------------------------------------------ the first
+
+void Session::Execute(const TFE_Op* op, int* num_outputs,
+                      TFE_TensorHandle** outputs, TF_Status* status) {
+  Executing executing(execution_mutex);
+  Call call;
+  if (!Read(op, &call, status)) return;
+  OpPtr run(TFE_NewOp(call.context, TFE_OpGetName(op, status), status));
+  if (run == nullptr) return;
+  TFE_OpSetDevice(run.get(), device_->name().c_str(), status);
+  TFE_OpAddAttrs(run.get(), TFE_OpGetAttrs(op));
+
+  Knowing knowing;
+  runtime_.set_recomputation_limit(kMostSlowdown * first_nanoseconds_ +
+                                   kSecond);
+  Status ready;
+  if (call.kind == Kind::kAssignsVariable) ready = SettleReaders(call);
+  if (ready.ok()) ready = runtime_.Lock(call.tracked);
+  if (!ready.ok()) {
+    SetStatus(status, ready);
+    return;
+  }
+  for (size_t i = 0; i < call.given.size(); ++i) {
+    TFE_OpAddInput(run.get(),
+                   call.tensors[i] ? ValueOf(call.tensors[i])->handle.get()
+                                   : call.given[i],
+                   status);
+  }
+  const int64_t start = Nanoseconds();
+  RunKernel(run.get(), call.kind == Kind::kPure, num_outputs, outputs, status);
+  const int64_t nanoseconds = Nanoseconds() - start;
+  first_nanoseconds_ += nanoseconds;
+  if (TF_GetCode(status) == TF_OK) {
+    if (call.kind == Kind::kPure) {
+      Remember(call, std::move(run), nanoseconds, *num_outputs, outputs);
+    } else if (call.kind == Kind::kReadsVariable) {
+      RememberRead(call, outputs);
+    }
+  }
+  run.reset();  // It holds the inputs.
+  runtime_.Unlock(call.tracked);
+}
+
+bool Session::Read(const TFE_Op* op, Call* call, TF_Status* status) {
+  call->context = TFE_OpGetContext(op, status);
+  const int num_inputs = TFE_OpGetFlatInputCount(op, status);
+  for (int i = 0; i < num_inputs; ++i) {
+    TFE_TensorHandle* given = TFE_OpGetFlatInput(op, i, status);
+    const TrackedHandle* handle = TrackedHandleOf(given);
+    Tensor* tensor = nullptr;
+    if (handle != nullptr && handle->session.get() == this) {
+      tensor = handle->tensor;
+      call->tracked.push_back(tensor);
+    } else if (handle != nullptr) {
+      call->borrowed.push_back(
+          handle->session->Fetch(handle->tensor, status));
+      given = call->borrowed.back().get();
+      if (given == nullptr) return false;
+    }
+    call->given.push_back(given);
+    call->tensors.push_back(tensor);
+  }
+  call->kind = operators_.KindOf(op, call->given);
+  return TF_GetCode(status) == TF_OK;
+}
+
+// A variable is assigned in place if nobody has its value. Those who read it
+// to make what they hold again would keep it, and the variable be copied.
+Status Session::SettleReaders(const Call& call) {
+  std::vector<Tensor*> values;
+  for (TFE_TensorHandle* given : call.given) {
+    const auto found = reads_.find(given);
+    if (found == reads_.end()) continue;
+    values.insert(values.end(), found->second.begin(), found->second.end());
+  }
+  for (Tensor* value : values) runtime_.Retain(value);
+  Status status;
+  for (Tensor* value : values) {
+    if (status.ok()) status = runtime_.SettleReaders(value);
+  }
+  for (Tensor* value : values) runtime_.Release(value);
+  return status;
+}
+
+void Session::RunKernel(TFE_Op* op, bool pure, int* num_outputs,
+                        TFE_TensorHandle** outputs, TF_Status* status) {
+  no_room_.clear();
+  const int capacity = *num_outputs;
+  while (true) {
+    if (device_->must_retry()) runtime_.MakeRoom(0);
+    *num_outputs = capacity;
+    {
+      Forgetting forgetting;
+      TFE_Execute(op, outputs, num_outputs, status);
+    }
+    if (TF_GetCode(status) != TF_RESOURCE_EXHAUSTED) return;
+    if (!pure || !device_->must_retry() || !runtime_.Evict()) break;
+    TF_SetStatus(status, TF_OK, "");
+  }
+  if (!no_room_.empty()) {
+    TF_SetStatus(status, TF_RESOURCE_EXHAUSTED, no_room_.c_str());
+  }
+}
+
+void Session::Remember(const Call& call, OpPtr op, int64_t nanoseconds,
+                       int num_outputs, TFE_TensorHandle** outputs) {
+  std::vector<Extent> extents;
+  for (size_t i = 0; i < call.given.size(); ++i) {
+    extents.push_back(ExtentOf(
+        call.tensors[i] ? ValueOf(call.tensors[i])->handle.get()
+                        : call.given[i]));
+  }
+  std::vector<Output> recorded;
+  std::vector<int> tracked;
+  for (int i = 0; i < num_outputs; ++i) {
+    const Extent extent = ExtentOf(outputs[i]);
+    const auto holder =
+        std::find_if(extents.begin(), extents.end(),
+                     [&](const Extent& one) { return one.Contains(extent); });
+    const size_t place = holder - extents.begin();
+    Output output;
+    output.bytes = extent.bytes;
+    if (place < call.given.size()) {
+      if (call.tensors[place] == nullptr) continue;
+      output.view_of = static_cast<int>(place);
+    } else if (holder != extents.end()) {
+      output.bytes = 0;  // It shares with another output, which counts.
+    } else if (extent.bytes < kSmallestBytes) {
+      continue;
+    } else {
+      extents.push_back(extent);
+    }
+    output.payload = new Value{HandlePtr(outputs[i]), nullptr, nullptr};
+    recorded.push_back(output);
+    tracked.push_back(i);
+  }
+  if (tracked.empty()) return;
+
+  std::vector<Tensor*> inputs = call.tensors;
+  std::vector<Tensor*> made;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (inputs[i] != nullptr) continue;
+    const auto known = sources_.find(call.given[i]);
+    if (known != sources_.end()) {
+      inputs[i] = known->second;
+      continue;
+    }
+    inputs[i] = MakeOutside(Share(call.given[i]), nullptr);
+    sources_[call.given[i]] = inputs[i];
+    made.push_back(inputs[i]);
+  }
+  tensorflow::unwrap(op.get())->Clear();  // Of its inputs.
+  auto* work = new Work{std::move(op), num_outputs, tracked};
+  Operator* remembered =
+      runtime_.Record(inputs, recorded, nanoseconds, true, work);
+  for (size_t i = 0; i < tracked.size(); ++i) {
+    outputs[tracked[i]] = NewHandle(call.context, &remembered->outputs[i]);
+  }
+  // From now on its readers keep it.
+  for (Tensor* source : made) runtime_.Release(source);
+}
+
+void Session::RememberRead(const Call& call, TFE_TensorHandle** output) {
+  HandlePtr handle(*output);
+  const Extent extent = ExtentOf(handle.get());
+  if (extent.bytes < kSmallestBytes) {
+    *output = handle.release();
+    return;
+  }
+  std::vector<Tensor*>& reads = reads_[call.given[0]];
+  for (Tensor* tensor : reads) {
+    if (ExtentOf(ValueOf(tensor)->handle.get()).start == extent.start) {
+      runtime_.Retain(tensor);
+      *output = NewHandle(call.context, tensor);
+      return;
+    }
+  }
+  reads.push_back(MakeOutside(std::move(handle), Share(call.given[0])));
+  *output = NewHandle(call.context, reads.back());
+}
+
+Tensor* Session::MakeOutside(HandlePtr handle, HandlePtr variable) {
+  const int64_t bytes = ExtentOf(handle.get()).bytes;
+  auto* value = new Value{std::move(handle), std::move(variable), nullptr};
+  const Output output = {bytes, Output::kOwnStorage, value};
+  Operator* op = runtime_.Record({}, {output}, 0, false, nullptr);
+  return value->outside = &op->outputs[0];
+}
+
+TFE_TensorHandle* Session::NewHandle(TFE_Context* context, Tensor* tensor) {
+  TFE_TensorHandle* value = ValueOf(tensor)->handle.get();
+  TFE_CustomDeviceTensorHandle methods;
+  methods.num_dims = [](void* data, TF_Status*) {
+    return static_cast<int>(static_cast<TrackedHandle*>(data)->shape.size());
+  };
+  methods.dim = [](void* data, int index, TF_Status*) {
+    return static_cast<TrackedHandle*>(data)->shape[index];
+  };
+  methods.deallocator = [](void* data) {
+    std::unique_ptr<TrackedHandle> handle(static_cast<TrackedHandle*>(data));
+    handle->session->Release(handle->tensor);
+  };
+  StatusPtr status = NewStatus();
+  return TFE_NewCustomDeviceTensorHandle(
+      context, kCustomDeviceName, TFE_TensorHandleDataType(value),
+      new TrackedHandle{shared_from_this(), tensor, ShapeOf(value)}, methods,
+      status.get());
+}
+
+// ----------------------------------------------------------- what comes after
+
+HandlePtr Session::Fetch(Tensor* tensor, TF_Status* status) {
+  Executing executing(execution_mutex);
+  Knowing knowing;
+  const Status ready = runtime_.Lock({tensor});
+  if (!ready.ok()) {
+    SetStatus(status, ready);
+    return nullptr;
+  }
+  HandlePtr value = Share(ValueOf(tensor)->handle.get());
+  runtime_.Unlock({tensor});
+  return value;
+}
+
+void Session::Release(Tensor* tensor) {
+  Knowing knowing;
+  runtime_.Release(tensor);
+}
+
+bool Session::MakeRoom(int64_t bytes) {
+  if (knows) return false;
+  Knowing knowing;
+  runtime_.set_threshold_bytes(device_->LimitBytes());
+  const Status status = runtime_.MakeRoom(bytes);
+  if (!status.ok()) no_room_ = status.message;
+  return status.ok();
+}
+
+Statistics Session::statistics() const {
+  Knowing knowing;
+  return runtime_.statistics();
+}
+
+// ------------------------------------------------------------------ the driver
+
+int64_t Session::BytesInUse() const { return device_->BytesInUse(); }
+
+Status Session::Run(const Operator& op, std::vector<void*>* payloads) {
+  const Work& work = *static_cast<const Work*>(op.work);
+  StatusPtr status = NewStatus();
+  for (const Input& input : op.inputs) {
+    TFE_OpAddInput(work.op.get(), ValueOf(input.tensor)->handle.get(),
+                   status.get());
+  }
+  std::vector<TFE_TensorHandle*> made(work.num_outputs);
+  int num_outputs = work.num_outputs;
+  RunKernel(work.op.get(), true, &num_outputs, made.data(), status.get());
+  tensorflow::unwrap(work.op.get())->Clear();
+  if (!IsOk(status)) {
+    return Status(TF_GetCode(status.get()) == TF_RESOURCE_EXHAUSTED
+                      ? Code::kNoRoom
+                      : Code::kOperatorFailed,
+                  TF_Message(status.get()));
+  }
+  std::vector<HandlePtr> outputs(made.begin(), made.end());
+  for (size_t i = 0; i < work.tracked.size(); ++i) {
+    (*payloads)[i] = new Value{std::move(outputs[work.tracked[i]])};
+  }
+  return Status();
+}
+
+void Session::Drop(void* payload) {
+  std::unique_ptr<Value> value(static_cast<Value*>(payload));
+  if (value->outside == nullptr) return;
+  if (value->variable == nullptr) {
+    sources_.erase(value->handle.get());
+    return;
+  }
+  const auto found = reads_.find(value->variable.get());
+  std::vector<Tensor*>& reads = found->second;
+  reads.erase(std::find(reads.begin(), reads.end(), value->outside));
+  if (reads.empty()) reads_.erase(found);
+}
+
+void Session::Forget(void* work) { delete static_cast<Work*>(work); }
+
+}  // namespace kmem::dtr

@@ -1,0 +1,134 @@
+// A program on TensorFlow under dynamic rematerialization: the driver of the
+// runtime, whose operators are TensorFlow's and run on a physical device.
+//
+// What is tracked: the outputs of pure operators, and values of variables.
+// Everything else is a plain tensor of the physical device: what comes from
+// outside, what a stateful operator makes, strings, resources and variants,
+// and tensors so small that to remember them would take more than it gives.
+// A pure operator that reads a plain tensor keeps it.
+//
+// Two locks. One operator at a time is executed (`Executing`); all that the
+// runtime knows is behind another (`Knowing`), which is free while a kernel
+// runs: then any thread may let go of a tensor, or have some evicted because
+// it allocates.
+
+#ifndef KMEM_DTR_TF_SESSION_H_
+#define KMEM_DTR_TF_SESSION_H_
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "runtime.h"
+#include "tf_handles.h"
+#include "tf_operators.h"
+
+namespace kmem::dtr {
+
+// What the operators run on.
+class PhysicalDevice {
+ public:
+  virtual ~PhysicalDevice() = default;
+  virtual const std::string& name() const = 0;
+  virtual int64_t BytesInUse() const = 0;
+  virtual int64_t LimitBytes() const = 0;
+  // Whether to evict and try again is left to the session: the device's
+  // allocator is not ours and cannot ask.
+  virtual bool must_retry() const = 0;
+};
+
+class Session : public Driver, public std::enable_shared_from_this<Session> {
+ public:
+  class Knowing;
+  using Executing = std::lock_guard<std::recursive_mutex>;
+
+  // The device must outlive the session.
+  Session(const PhysicalDevice* device, std::unique_ptr<Heuristic> heuristic,
+          const Options& options);
+
+  // Runs an operator; `outputs` get handles on the custom device or plain
+  // ones. TensorFlow's message of what is wrong goes into `status`.
+  void Execute(const TFE_Op* op, int* num_outputs, TFE_TensorHandle** outputs,
+               TF_Status* status);
+
+  // The value of a tracked tensor, made again if need be.
+  HandlePtr Fetch(Tensor* tensor, TF_Status* status);
+  void Release(Tensor* tensor);
+
+  // Evicts until `bytes` more fit below the device's limit.
+  bool MakeRoom(int64_t bytes);
+  Statistics statistics() const;
+
+  // Of all sessions. Taken in the order in which they stand here.
+  static std::recursive_mutex execution_mutex;
+  static std::mutex knowledge_mutex;
+
+  int64_t BytesInUse() const override;
+  Status Run(const Operator& op, std::vector<void*>* payloads) override;
+  void Drop(void* payload) override;
+  void Forget(void* work) override;
+
+ private:
+  // The payload of a tensor.
+  struct Value {
+    HandlePtr handle;
+    HandlePtr variable;  // If it is the value of one.
+    Tensor* outside = nullptr;  // That tensor, if it cannot be made again.
+  };
+  // How to run an operator again.
+  struct Work {
+    OpPtr op;  // Without inputs.
+    int num_outputs;
+    std::vector<int> tracked;  // Which of its outputs.
+  };
+  // An operator that runs for the first time.
+  struct Call {
+    const TFE_Op* op;
+    TFE_Context* context;
+    Kind kind;
+    std::vector<TFE_TensorHandle*> given;
+    std::vector<Tensor*> tensors;  // Of `given`; nullptr for what is plain.
+    std::vector<Tensor*> tracked;  // Those that are not.
+    std::vector<HandlePtr> borrowed;  // Values from other sessions.
+  };
+
+  bool Read(const TFE_Op* op, Call* call, TF_Status* status);
+  Status SettleReaders(const Call& call);
+  void RunKernel(TFE_Op* op, bool pure, int* num_outputs,
+                 TFE_TensorHandle** outputs, TF_Status* status);
+  void Remember(const Call& call, OpPtr op, int64_t nanoseconds,
+                int num_outputs, TFE_TensorHandle** outputs);
+  void RememberRead(const Call& call, TFE_TensorHandle** output);
+  Tensor* MakeOutside(HandlePtr handle, HandlePtr variable);
+  TFE_TensorHandle* NewHandle(TFE_Context* context, Tensor* tensor);
+
+  static Value* ValueOf(const Tensor* tensor) {
+    return static_cast<Value*>(tensor->payload);
+  }
+
+  const PhysicalDevice* const device_;
+  Operators operators_;
+  std::unordered_map<TFE_TensorHandle*, Tensor*> sources_;  // By address.
+  std::unordered_map<TFE_TensorHandle*, std::vector<Tensor*>> reads_;
+  std::string no_room_;  // Why the last request was refused.
+  int64_t first_nanoseconds_ = 0;
+  Runtime runtime_;  // Last: it drops its payloads when it goes.
+};
+
+// What lies behind a handle on the custom device.
+struct TrackedHandle {
+  std::shared_ptr<Session> session;
+  Tensor* tensor;
+  std::vector<int64_t> shape;
+};
+
+extern const char* const kCustomDeviceName;
+
+// Of a handle on the custom device, else nullptr.
+TrackedHandle* TrackedHandleOf(TFE_TensorHandle* handle);
+
+}  // namespace kmem::dtr
+
+#endif  // KMEM_DTR_TF_SESSION_H_

@@ -1,0 +1,169 @@
+"""The custom TensorFlow device that runs a program under DTR.
+
+TensorFlow hands every eager operator that is placed on it to
+custom_ops/dtr/tf_device.cc, which runs it on the CPU and remembers how to run
+it again. kmem's allocator asks there for memory when a request would exceed
+the threshold, so that the threshold is a limit on the peak and not a hint.
+
+What it does not do: run operators inside of graphs. A `tf.function` is one
+operator here, and tensors that it makes and drops are its own.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from kmem import native
+from kmem.dtr.simulator import NativeOptions
+from kmem.dtr.simulator import NativeStatistics
+from kmem.options import DTR
+
+# Of custom_ops/dtr/tf_device.cc.
+_NAME = "/job:localhost/replica:0/task:0/device:KMEM_DTR:0"
+_NO_LIMIT = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What DTR has done.
+
+    Attributes:
+        num_evictions: How often a tensor was chosen to be given up.
+        num_recomputations: How many operators ran again.
+        recomputed_seconds: How long those took when they first ran.
+        total_seconds: The time of all operators that ran on the device and
+            can run again, the first time and again.
+        num_operators: How many operators are remembered now.
+        live_bytes: Bytes of the tensors that are known to the device now.
+        pinned_bytes: Those of them that cannot be made again.
+    """
+
+    num_evictions: int
+    num_recomputations: int
+    recomputed_seconds: float
+    total_seconds: float
+    num_operators: int
+    live_bytes: int
+    pinned_bytes: int
+
+
+class DeviceSession:
+    """A program that runs under DTR, on and off.
+
+    Tensors that are still held when it is off stay valid: a value is made
+    again when it is asked for.
+
+    Args:
+        options: `kmem.DTR`.
+
+    Raises:
+        NativeLibraryError: If kmem's allocator is not in place.
+    """
+
+    def __init__(self, options: DTR):
+        self._library = native.allocator()
+        self._library.kmem_dtr_new_session.restype = ctypes.c_void_p
+        self._library.kmem_dtr_begin.restype = ctypes.c_bool
+        self._limit_bytes = int(options.eviction_threshold) or _NO_LIMIT
+        made = NativeOptions(
+            threshold_bytes=_NO_LIMIT,
+            evictee_minimum_bytes=options.evictee_minimum_size,
+            recomputation_limit=_NO_LIMIT,
+            sqrt_sampling=options.enable_sqrt_sampling,
+        )
+        self._native = ctypes.c_void_p(
+            self._library.kmem_dtr_new_session(
+                options.heuristic.encode(), ctypes.byref(made)
+            )
+        )
+        weakref.finalize(
+            self, self._library.kmem_dtr_delete_session, self._native
+        )
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Runs the operators of a block of code on the device.
+
+        Raises:
+            ValueError: If another session is on the device, or if more is in
+                use already than the threshold.
+        """
+        import tensorflow as tf
+
+        _register(self._library)
+        if not _in_use.acquire(blocking=False):
+            raise ValueError(
+                "DTR must not be enabled twice at the same time: use "
+                "`fit(dtr=...)` or `kmem.dtr`, in one thread. Received: "
+                "DTR is enabled already"
+            )
+        try:
+            self._begin()
+            try:
+                with tf.device(_NAME):
+                    _latest.session = self
+                    yield
+            finally:
+                self._library.kmem_dtr_end()
+        finally:
+            _in_use.release()
+
+    def _begin(self) -> None:
+        limit = ctypes.c_int64(self._limit_bytes)
+        if not self._library.kmem_dtr_begin(self._native, limit):
+            raise ValueError(
+                "`eviction_threshold` must be larger than what is in use, "
+                f"which is {native.stats().in_use} bytes. Received: "
+                f"eviction_threshold={self._limit_bytes}"
+            )
+
+    def statistics(self) -> Statistics:
+        """What has been done up to now."""
+        found = NativeStatistics()
+        self._library.kmem_dtr_statistics(self._native, ctypes.byref(found))
+        return Statistics(
+            num_evictions=found.num_evictions,
+            num_recomputations=found.num_recomputations,
+            recomputed_seconds=found.recomputed_nanoseconds / 1e9,
+            total_seconds=found.total_nanoseconds / 1e9,
+            num_operators=found.num_operators,
+            live_bytes=found.live_bytes,
+            pinned_bytes=found.pinned_bytes,
+        )
+
+
+def latest() -> DeviceSession | None:
+    """The session that was last on the device."""
+    return _latest.session
+
+
+class _Latest:
+    session: DeviceSession | None = None
+
+
+_latest = _Latest()
+_in_use = threading.Lock()
+
+
+def _register(library: ctypes.CDLL) -> None:
+    """Makes the device known to TensorFlow, which never forgets it."""
+    from tensorflow.python.eager import context
+
+    context.ensure_initialized()
+    if context.is_custom_device(_NAME):
+        return
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype = ctypes.c_void_p
+    pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    current: Any = context.context()
+    handle = ctypes.c_void_p(pointer(current._handle, None))
+    message = ctypes.create_string_buffer(500)
+    library.kmem_dtr_register.restype = ctypes.c_bool
+    if not library.kmem_dtr_register(
+        handle, message, ctypes.c_int64(len(message))
+    ):
+        raise RuntimeError(message.value.decode())

@@ -1,0 +1,276 @@
+"""`fit(dtr=...)`: Keras's numbers, in less memory."""
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import kmem
+
+pytestmark = pytest.mark.usefixtures("native_library")
+
+ROWS = 64
+
+
+def convolutional():
+    x = inputs = keras.Input((16, 16, 3))
+    for _ in range(3):
+        x = layers.Conv2D(16, 3, padding="same")(x)
+        x = layers.BatchNormalization()(x)
+        x = layers.Activation("gelu")(x)
+        x = layers.Dropout(0.2)(x)
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, layers.Dense(4)(x)), (16, 16, 3)
+
+
+def recurrent():
+    model = keras.Sequential(
+        [
+            keras.Input((12, 8)),
+            layers.LSTM(64, return_sequences=True),
+            layers.LSTM(64),
+            layers.Dense(4),
+        ]
+    )
+    return model, (12, 8)
+
+
+def attention():
+    x = inputs = keras.Input((32, 64))
+    for _ in range(2):
+        y = layers.MultiHeadAttention(4, 16, dropout=0.1)(x, x)
+        x = layers.LayerNormalization()(x + y)
+        x = layers.Dense(64, activation="relu")(x)
+    x = layers.Flatten()(x)
+    return keras.Model(inputs, layers.Dense(4)(x)), (32, 64)
+
+
+def data(shape, rows=ROWS):
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(rows, *shape)).astype("float32")
+    return x, rng.integers(0, 4, rows)
+
+
+def compiled(make, run_eagerly=False):
+    keras.utils.set_random_seed(5)
+    model, shape = make()
+    model.compile(
+        keras.optimizers.Adam(1e-2),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        run_eagerly=run_eagerly,
+    )
+    return kmem.wrap(model), shape
+
+
+def train(make, run_eagerly=False, **options):
+    """Losses, values of all variables, and the peak of fit in bytes."""
+    gc.collect()
+    model, shape = compiled(make, run_eagerly)
+    x, y = data(shape)
+    with kmem.memory.track("CPU") as usage:
+        history = model.fit(x, y, batch_size=32, epochs=2, verbose=0, **options)
+    values = [v.numpy() for v in model.variables + model.optimizer.variables]
+    return history.history, values, usage.peak_bytes
+
+
+def check_same(got, want):
+    assert got[0] == want[0]
+    for one, other in zip(got[1], want[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("make", [convolutional, recurrent, attention])
+def test_numbers_are_those_of_plain_eager_at_every_threshold(make):
+    want = train(make, run_eagerly=True)
+    for share in (1.5, 0.8, 0.6):
+        threshold = int(share * want[2])
+        options = kmem.DTR(threshold, evictee_minimum_size=0)
+        got = train(make, dtr=options)
+        check_same(got, want)
+        assert got[2] <= threshold
+    assert kmem.dtr.statistics().num_recomputations > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"microbatches": 2},
+        {"gradient_accumulation_steps": 2},
+        {"mixed_precision": "bfloat16"},
+        {"mixed_precision": "float16"},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_it_goes_with_the_other_options(options):
+    want = train(convolutional, run_eagerly=True, **options)
+    threshold = int(0.8 * want[2])
+    dtr = kmem.DTR(threshold, evictee_minimum_size=0)
+    got = train(convolutional, dtr=dtr, **options)
+
+    check_same(got, want)
+    assert got[2] <= threshold
+    assert kmem.dtr.statistics().num_recomputations > 0
+
+
+def test_the_callback_does_the_same():
+    want = train(convolutional, run_eagerly=True)
+    callback = kmem.callbacks.DTR(int(0.6 * want[2]), evictee_minimum_size=0)
+    got = train(convolutional, callbacks=[callback])
+
+    check_same(got, want)
+
+
+def test_the_model_is_plain_keras_afterwards():
+    model, shape = compiled(convolutional)
+    x, y = data(shape)
+    model.fit(x, y, dtr=True, verbose=0)
+
+    assert not model.run_eagerly
+    assert "KMEM" not in model(x[:2]).device
+    assert not any("KMEM" in v.value.device for v in model.variables)
+    model.fit(x, y, verbose=0)
+    assert isinstance(
+        model.train_function(iter([(tf.constant(x), tf.constant(y))])), dict
+    )
+
+
+def test_the_name_of_the_device_is_not_in_a_saved_model(tmp_path):
+    model, shape = compiled(convolutional)
+    x, y = data(shape)
+    model.fit(x, y, dtr=True, verbose=0)
+    model.save(tmp_path / "model.keras")
+    model.export(tmp_path / "exported", verbose=False)
+
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or b"KMEM_DTR" not in path.read_bytes()
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded(x[:2]), model(x[:2]))
+
+
+class Fails(keras.layers.Layer):
+    error = None
+
+    def call(self, x):
+        if Fails.error is not None:
+            raise Fails.error("stop")
+        return x * 1.0
+
+
+def with_failure():
+    x = inputs = keras.Input((512,))
+    x = layers.Dense(512)(x)
+    return keras.Model(inputs, layers.Dense(4)(Fails()(x))), (512,)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_error_in_a_step_leaves_nothing_behind(error, monkeypatch):
+    model, shape = compiled(with_failure)
+    x, y = data(shape)
+    model.fit(x, y, dtr=True, verbose=0)
+    monkeypatch.setattr(Fails, "error", error)
+    with pytest.raises(error):
+        model.fit(x, y, dtr=True, verbose=0)
+    gc.collect()
+
+    statistics = kmem.dtr.statistics()
+    assert (statistics.num_operators, statistics.live_bytes) == (0, 0)
+    assert "KMEM" not in (tf.ones(9) + 1.0).device
+    monkeypatch.setattr(Fails, "error", None)
+    model.fit(x, y, dtr=True, verbose=0)
+
+
+def test_too_small_a_threshold_says_what_would_do():
+    want = train(convolutional, run_eagerly=True)
+
+    with pytest.raises(
+        tf.errors.ResourceExhaustedError,
+        match="The threshold must be at least .* bytes: nothing is left",
+    ):
+        train(convolutional, dtr=int(0.2 * want[2]))
+
+    gc.collect()
+    statistics = kmem.dtr.statistics()
+    assert (statistics.num_operators, statistics.live_bytes) == (0, 0)
+    check_same(train(convolutional, dtr=want[2] * 2), want)
+
+
+def test_nothing_grows_over_steps_of_varying_sizes():
+    model, _ = compiled(recurrent)
+    model = kmem.wrap(keras.Sequential(model.layers))
+    model.compile("adam", "mse")
+    model.memory_options = kmem.MemoryOptions(
+        dtr=kmem.DTR("30MB", evictee_minimum_size=0)
+    )
+    rng = np.random.default_rng(1)
+    seen = []
+    for step in range(24):
+        rows, length = rng.integers(8, 64), rng.integers(2, 10)
+        x = np.ones((rows, length, 8), "float32")
+        model.train_on_batch(x, np.ones((rows, 4), "float32"))
+        statistics = kmem.dtr.statistics()
+        assert (statistics.num_operators, statistics.live_bytes) == (0, 0)
+        if step >= 4:
+            gc.collect()
+            seen.append(kmem.memory.current("CPU"))
+    # What Python still holds of a batch varies with its size.
+    assert max(seen) - min(seen) < 10**5
+
+
+def test_statistics_are_in_the_logs():
+    want = train(convolutional, run_eagerly=True)
+    history, _, _ = train(
+        convolutional,
+        dtr=kmem.DTR(int(0.6 * want[2]), evictee_minimum_size=0),
+        callbacks=[kmem.callbacks.MemoryMonitor("CPU")],
+    )
+
+    first, second = history["dtr_recomputations"]
+    assert first > 0
+    assert first + second == kmem.dtr.statistics().num_recomputations
+    assert all(count > 0 for count in history["dtr_evictions"])
+
+
+def test_compilation_by_xla_is_refused():
+    model, shape = compiled(convolutional)
+    model.jit_compile = True
+
+    with pytest.raises(ValueError, match="Received: jit_compile=True"):
+        model.fit(*data(shape), dtr=True, verbose=0)
+
+
+def test_a_data_set_and_validation_are_not_on_the_device():
+    model, shape = compiled(convolutional)
+    x, y = data(shape)
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(20)
+    history = model.fit(
+        rows.map(lambda a, b: (a + 0.0, b)),
+        validation_data=rows,
+        steps_per_epoch=3,
+        shuffle=False,
+        dtr=True,
+        verbose=0,
+    )
+
+    assert len(history.history["val_loss"]) == 1
+
+
+def test_functions_inside_of_a_step_are_traced_without_the_device():
+    @tf.function
+    def twice(x):
+        return 2.0 * x
+
+    class Twice(keras.layers.Layer):
+        def call(self, x):
+            return twice(x)
+
+    def make():
+        x = inputs = keras.Input((128,))
+        x = Twice()(layers.Dense(128)(x))
+        return keras.Model(inputs, layers.Dense(4)(x)), (128,)
+
+    check_same(train(make, dtr=True), train(make, run_eagerly=True))
+    assert float(twice(tf.constant(1.5))) == 3
