@@ -264,7 +264,7 @@ def _compile(compiler: list[str], path: pathlib.Path) -> None:
 
     print(
         f"kmem: compiling its native library for TensorFlow {tf.__version__} "
-        "(about 5 seconds, once)",
+        "(about half a minute, once)",
         file=sys.stderr,
         flush=True,
     )

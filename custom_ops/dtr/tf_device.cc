@@ -5,7 +5,6 @@
 // While no session is on it, it lets every operator run where it would
 // without it, also those that read what a session has left behind.
 
-#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <memory>
@@ -32,18 +31,6 @@ TrackedHandle* TrackedHandleOf(TFE_TensorHandle* handle) {
 
 namespace {
 
-// The limit of kmem's allocator is the threshold, byte for byte.
-class Cpu : public PhysicalDevice {
- public:
-  const std::string& name() const override { return name_; }
-  int64_t BytesInUse() const override { return TheBudget()->in_use(); }
-  int64_t LimitBytes() const override { return TheBudget()->limit(); }
-  bool must_retry() const override { return false; }
-
- private:
-  const std::string name_ = "/job:localhost/replica:0/task:0/device:CPU:0";
-};
-
 class Device : public Evictor {
  public:
   bool MakeRoom(int64_t bytes) override {
@@ -54,34 +41,27 @@ class Device : public Evictor {
   std::shared_ptr<Session> current() { return std::atomic_load(&current_); }
 
   bool Begin(std::shared_ptr<Session> session, int64_t limit_bytes) {
-    limit_before_ = TheBudget()->limit();
-    if (!TheBudget()->SetLimit(std::min(limit_bytes, limit_before_))) {
-      return false;
-    }
+    physical_ = session->device();
+    if (!physical_->Begin(limit_bytes)) return false;
     std::atomic_store(&current_, std::move(session));
-    SetEvictor(this);
+    if (!physical_->must_retry()) SetEvictor(this);
     return true;
   }
 
   void End() {
     SetEvictor(nullptr);
     std::atomic_store(&current_, std::shared_ptr<Session>());
-    TheBudget()->SetLimit(limit_before_);
+    physical_->End();
   }
 
  private:
   std::shared_ptr<Session> current_;
-  int64_t limit_before_ = Budget::kNoLimit;
+  PhysicalDevice* physical_ = nullptr;
 };
 
 Device* TheDevice() {
   static Device* device = new Device;
   return device;
-}
-
-const Cpu* TheCpu() {
-  static const Cpu* cpu = new Cpu;
-  return cpu;
 }
 
 // What comes from outside stays where it is.
@@ -95,7 +75,7 @@ TFE_TensorHandle* CopyFromDevice(TFE_Context* context,
                                  TF_Status* status, void*) {
   const TrackedHandle* handle = TrackedHandleOf(tensor);
   HandlePtr value = handle->session->Fetch(handle->tensor, status);
-  if (value == nullptr || target == std::string_view(TheCpu()->name())) {
+  if (value == nullptr || target == handle->session->device()->name()) {
     return value.release();
   }
   return TFE_TensorHandleCopyToDevice(value.get(), context, target, status);
@@ -144,13 +124,16 @@ KMEM_EXPORT bool kmem_dtr_register(void* context, char* message,
   return kmem::dtr::IsOk(status);
 }
 
-// Options are the fields of their struct. nullptr: no such heuristic.
-KMEM_EXPORT void* kmem_dtr_new_session(const char* heuristic,
+// Operators run on GPU:0 if there is one. Options are the fields of their
+// struct. nullptr: no such heuristic.
+KMEM_EXPORT void* kmem_dtr_new_session(void* context, const char* heuristic,
                                        const kmem::dtr::Options* options) {
+  kmem::dtr::PhysicalDevice* gpu =
+      kmem::dtr::TheGpu(static_cast<TFE_Context*>(context));
   auto made = kmem::dtr::MakeHeuristic(heuristic, options->seed);
   if (made == nullptr) return nullptr;
   return new SessionPtr(std::make_shared<kmem::dtr::Session>(
-      kmem::dtr::TheCpu(), std::move(made), *options));
+      gpu != nullptr ? gpu : kmem::dtr::TheCpu(), std::move(made), *options));
 }
 
 KMEM_EXPORT void kmem_dtr_delete_session(void* session) {

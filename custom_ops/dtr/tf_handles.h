@@ -51,7 +51,8 @@ struct Extent {
   int64_t bytes = 0;
 };
 
-// Of a tensor on a physical device; waits for it. Empty if it is not plain.
+// Of a tensor on a physical device; waits for its kernels. Empty if it is not
+// plain.
 inline Extent ExtentOf(TFE_TensorHandle* handle) {
   if (!IsPlainData(TFE_TensorHandleDataType(handle))) return {};
   StatusPtr status = NewStatus();

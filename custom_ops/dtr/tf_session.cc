@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kSmallestBytes = 4096;
 // All recomputation, at most: this many times the program's own time, and a
 // second for its start.
-constexpr int64_t kMostSlowdown = 100;
+constexpr int64_t kMostSlowdown = 20;
 constexpr int64_t kSecond = 1000000000;
 
 thread_local bool knows = false;
@@ -64,8 +64,8 @@ class Session::Knowing {
 std::recursive_mutex Session::execution_mutex;
 std::mutex Session::knowledge_mutex;
 
-Session::Session(const PhysicalDevice* device,
-                 std::unique_ptr<Heuristic> heuristic, const Options& options)
+Session::Session(PhysicalDevice* device, std::unique_ptr<Heuristic> heuristic,
+                 const Options& options)
     : device_(device), runtime_(this, std::move(heuristic), options) {}
 
 // ------------------------------------------------------------------ the first
@@ -157,11 +157,15 @@ void Session::RunKernel(TFE_Op* op, bool pure, int* num_outputs,
   no_room_.clear();
   const int capacity = *num_outputs;
   while (true) {
-    if (device_->must_retry()) runtime_.MakeRoom(0);
+    if (device_->must_retry()) {
+      runtime_.set_threshold_bytes(device_->LimitBytes());
+      runtime_.MakeRoom(0);
+    }
     *num_outputs = capacity;
     {
       Forgetting forgetting;
       TFE_Execute(op, outputs, num_outputs, status);
+      device_->Wait();  // Else its time would not be known.
     }
     if (TF_GetCode(status) != TF_RESOURCE_EXHAUSTED) return;
     if (!pure || !device_->must_retry() || !runtime_.Evict()) break;

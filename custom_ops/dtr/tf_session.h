@@ -24,20 +24,9 @@
 #include "runtime.h"
 #include "tf_handles.h"
 #include "tf_operators.h"
+#include "tf_physical.h"
 
 namespace kmem::dtr {
-
-// What the operators run on.
-class PhysicalDevice {
- public:
-  virtual ~PhysicalDevice() = default;
-  virtual const std::string& name() const = 0;
-  virtual int64_t BytesInUse() const = 0;
-  virtual int64_t LimitBytes() const = 0;
-  // Whether to evict and try again is left to the session: the device's
-  // allocator is not ours and cannot ask.
-  virtual bool must_retry() const = 0;
-};
 
 class Session : public Driver, public std::enable_shared_from_this<Session> {
  public:
@@ -45,7 +34,7 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   using Executing = std::lock_guard<std::recursive_mutex>;
 
   // The device must outlive the session.
-  Session(const PhysicalDevice* device, std::unique_ptr<Heuristic> heuristic,
+  Session(PhysicalDevice* device, std::unique_ptr<Heuristic> heuristic,
           const Options& options);
 
   // Runs an operator; `outputs` get handles on the custom device or plain
@@ -57,6 +46,7 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   HandlePtr Fetch(Tensor* tensor, TF_Status* status);
   void Release(Tensor* tensor);
 
+  PhysicalDevice* device() const { return device_; }
   // Evicts until `bytes` more fit below the device's limit.
   bool MakeRoom(int64_t bytes);
   Statistics statistics() const;
@@ -108,7 +98,7 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
     return static_cast<Value*>(tensor->payload);
   }
 
-  const PhysicalDevice* const device_;
+  PhysicalDevice* const device_;
   Operators operators_;
   std::unordered_map<TFE_TensorHandle*, Tensor*> sources_;  // By address.
   std::unordered_map<TFE_TensorHandle*, std::vector<Tensor*>> reads_;

@@ -5,6 +5,11 @@ custom_ops/dtr/tf_device.cc, which runs it on the CPU and remembers how to run
 it again. kmem's allocator asks there for memory when a request would exceed
 the threshold, so that the threshold is a limit on the peak and not a hint.
 
+With a GPU the operators run there. TensorFlow's allocator does not ask, so
+the threshold is kept between operators, and one that fails for lack of
+memory is tried again once something was given up. That way has not been
+measured yet.
+
 What it does not do: run operators inside of graphs. A `tf.function` is one
 operator here, and tensors that it makes and drops are its own.
 """
@@ -17,6 +22,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from kmem import memory
 from kmem import native
 from kmem.dtr.simulator import NativeOptions
 from kmem.dtr.simulator import NativeStatistics
@@ -65,7 +71,11 @@ class DeviceSession:
     """
 
     def __init__(self, options: DTR):
-        self._library = native.allocator()
+        import tensorflow as tf
+
+        context = _context()
+        on_gpu = bool(tf.config.list_logical_devices("GPU"))
+        self._library = native.library() if on_gpu else native.allocator()
         self._library.kmem_dtr_new_session.restype = ctypes.c_void_p
         self._library.kmem_dtr_begin.restype = ctypes.c_bool
         self._limit_bytes = int(options.eviction_threshold) or _NO_LIMIT
@@ -77,7 +87,7 @@ class DeviceSession:
         )
         self._native = ctypes.c_void_p(
             self._library.kmem_dtr_new_session(
-                options.heuristic.encode(), ctypes.byref(made)
+                context, options.heuristic.encode(), ctypes.byref(made)
             )
         )
         weakref.finalize(
@@ -117,7 +127,7 @@ class DeviceSession:
         if not self._library.kmem_dtr_begin(self._native, limit):
             raise ValueError(
                 "`eviction_threshold` must be larger than what is in use, "
-                f"which is {native.stats().in_use} bytes. Received: "
+                f"which is {memory.current()} bytes. Received: "
                 f"eviction_threshold={self._limit_bytes}"
             )
 
@@ -153,17 +163,23 @@ def _register(library: ctypes.CDLL) -> None:
     """Makes the device known to TensorFlow, which never forgets it."""
     from tensorflow.python.eager import context
 
-    context.ensure_initialized()
     if context.is_custom_device(_NAME):
         return
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype = ctypes.c_void_p
-    pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    current: Any = context.context()
-    handle = ctypes.c_void_p(pointer(current._handle, None))
     message = ctypes.create_string_buffer(500)
     library.kmem_dtr_register.restype = ctypes.c_bool
     if not library.kmem_dtr_register(
-        handle, message, ctypes.c_int64(len(message))
+        _context(), message, ctypes.c_int64(len(message))
     ):
         raise RuntimeError(message.value.decode())
+
+
+def _context() -> ctypes.c_void_p:
+    """TensorFlow's TFE_Context."""
+    from tensorflow.python.eager import context
+
+    context.ensure_initialized()
+    current: Any = context.context()
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype = ctypes.c_void_p
+    pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    return ctypes.c_void_p(pointer(current._handle, None))
