@@ -8,6 +8,8 @@ import pytest
 import tensorflow as tf
 
 import kmem
+from kmem.dtr.program import read_program
+from kmem.dtr.simulator import simulate
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -332,3 +334,31 @@ def test_every_heuristic_keeps_the_threshold(heuristic, sampling):
     kmem.dtr.enable_sqrt_sampling = False
     assert usage.peak_bytes <= kmem.dtr.eviction_threshold
     assert float(total) > 0
+
+
+def test_a_recorded_step_can_be_simulated(tmp_path):
+    variable = tf.Variable(matrix())
+    path = tmp_path / "step.log"
+    with kmem.dtr.record(path):
+        with tf.GradientTape() as tape:
+            x = variable + 0.0
+            for _ in range(4):
+                x = tf.tanh(x)
+            loss = tf.reduce_sum(x)
+        gradient = tape.gradient(loss, variable)
+        del x, tape
+    del gradient
+
+    program = read_program(path)
+    found = simulate(program)
+    # The variable, x, four times tanh and the gradient of the last.
+    assert found.peak_bytes // BYTES == 7
+    assert program.seconds > 0
+    smaller = simulate(program, budget_bytes=6 * BYTES)
+    assert smaller.num_recomputations > 0
+
+
+def test_a_trace_that_cannot_be_written_is_an_error(tmp_path):
+    with pytest.raises(OSError, match="cannot be written"):
+        with kmem.dtr.record(tmp_path / "missing" / "step.log"):
+            pass

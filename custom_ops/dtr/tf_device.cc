@@ -149,6 +149,14 @@ KMEM_EXPORT bool kmem_dtr_begin(void* session, int64_t limit_bytes) {
 
 KMEM_EXPORT void kmem_dtr_end() { kmem::dtr::TheDevice()->End(); }
 
+KMEM_EXPORT bool kmem_dtr_begin_trace(void* session, const char* path) {
+  return (*static_cast<SessionPtr*>(session))->BeginTrace(path);
+}
+
+KMEM_EXPORT void kmem_dtr_end_trace(void* session) {
+  (*static_cast<SessionPtr*>(session))->EndTrace();
+}
+
 KMEM_EXPORT void kmem_dtr_statistics(void* session,
                                      kmem::dtr::Statistics* statistics) {
   *statistics = (*static_cast<SessionPtr*>(session))->statistics();

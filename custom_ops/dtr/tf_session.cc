@@ -118,8 +118,10 @@ bool Session::Read(const TFE_Op* op, Call* call, TF_Status* status) {
     TFE_TensorHandle* given = TFE_OpGetFlatInput(op, i, status);
     const TrackedHandle* handle = TrackedHandleOf(given);
     Tensor* tensor = nullptr;
+    Trace::Name name = 0;
     if (handle != nullptr && handle->session.get() == this) {
       tensor = handle->tensor;
+      name = handle->name;
       call->tracked.push_back(tensor);
     } else if (handle != nullptr) {
       call->borrowed.push_back(
@@ -129,6 +131,7 @@ bool Session::Read(const TFE_Op* op, Call* call, TF_Status* status) {
     }
     call->given.push_back(given);
     call->tensors.push_back(tensor);
+    call->names.push_back(name);
   }
   call->kind = operators_.KindOf(op, call->given);
   return TF_GetCode(status) == TF_OK;
@@ -204,7 +207,7 @@ void Session::Remember(const Call& call, OpPtr op, int64_t nanoseconds,
     } else {
       extents.push_back(extent);
     }
-    output.payload = new Value{HandlePtr(outputs[i]), nullptr, nullptr};
+    output.payload = new Value{HandlePtr(outputs[i])};
     recorded.push_back(output);
     tracked.push_back(i);
   }
@@ -223,12 +226,22 @@ void Session::Remember(const Call& call, OpPtr op, int64_t nanoseconds,
     sources_[call.given[i]] = inputs[i];
     made.push_back(inputs[i]);
   }
+  Trace::Name name = 0;
+  if (trace_ != nullptr) {
+    std::vector<Trace::Name> names = call.names;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (call.tensors[i] == nullptr) names[i] = ValueOf(inputs[i])->name;
+    }
+    name = trace_->Call(tensorflow::unwrap(op.get())->Name(), names, recorded,
+                        nanoseconds);
+  }
   tensorflow::unwrap(op.get())->Clear();  // Of its inputs.
   auto* work = new Work{std::move(op), num_outputs, tracked};
   Operator* remembered =
       runtime_.Record(inputs, recorded, nanoseconds, true, work);
   for (size_t i = 0; i < tracked.size(); ++i) {
-    outputs[tracked[i]] = NewHandle(call.context, &remembered->outputs[i]);
+    outputs[tracked[i]] = NewHandle(call.context, &remembered->outputs[i],
+                                    name == 0 ? 0 : name + i);
   }
   // From now on its readers keep it.
   for (Tensor* source : made) runtime_.Release(source);
@@ -245,23 +258,32 @@ void Session::RememberRead(const Call& call, TFE_TensorHandle** output) {
   for (Tensor* tensor : reads) {
     if (ExtentOf(ValueOf(tensor)->handle.get()).start == extent.start) {
       runtime_.Retain(tensor);
-      *output = NewHandle(call.context, tensor);
+      *output = NewHandleOfRead(call.context, tensor);
       return;
     }
   }
   reads.push_back(MakeOutside(std::move(handle), Share(call.given[0])));
-  *output = NewHandle(call.context, reads.back());
+  *output = NewHandleOfRead(call.context, reads.back());
 }
 
 Tensor* Session::MakeOutside(HandlePtr handle, HandlePtr variable) {
   const int64_t bytes = ExtentOf(handle.get()).bytes;
-  auto* value = new Value{std::move(handle), std::move(variable), nullptr};
+  auto* value = new Value{std::move(handle), std::move(variable)};
+  if (trace_ != nullptr) value->name = trace_->Constant(bytes);
   const Output output = {bytes, Output::kOwnStorage, value};
   Operator* op = runtime_.Record({}, {output}, 0, false, nullptr);
   return value->outside = &op->outputs[0];
 }
 
-TFE_TensorHandle* Session::NewHandle(TFE_Context* context, Tensor* tensor) {
+TFE_TensorHandle* Session::NewHandleOfRead(TFE_Context* context,
+                                           Tensor* tensor) {
+  const Trace::Name name = ValueOf(tensor)->name;
+  const bool traced = trace_ != nullptr && name != 0;
+  return NewHandle(context, tensor, traced ? trace_->Copy(name) : 0);
+}
+
+TFE_TensorHandle* Session::NewHandle(TFE_Context* context, Tensor* tensor,
+                                     Trace::Name name) {
   TFE_TensorHandle* value = ValueOf(tensor)->handle.get();
   TFE_CustomDeviceTensorHandle methods;
   methods.num_dims = [](void* data, TF_Status*) {
@@ -272,13 +294,13 @@ TFE_TensorHandle* Session::NewHandle(TFE_Context* context, Tensor* tensor) {
   };
   methods.deallocator = [](void* data) {
     std::unique_ptr<TrackedHandle> handle(static_cast<TrackedHandle*>(data));
-    handle->session->Release(handle->tensor);
+    handle->session->Release(*handle);
   };
   StatusPtr status = NewStatus();
   return TFE_NewCustomDeviceTensorHandle(
       context, kCustomDeviceName, TFE_TensorHandleDataType(value),
-      new TrackedHandle{shared_from_this(), tensor, ShapeOf(value)}, methods,
-      status.get());
+      new TrackedHandle{shared_from_this(), tensor, ShapeOf(value), name},
+      methods, status.get());
 }
 
 // ----------------------------------------------------------- what comes after
@@ -296,9 +318,21 @@ HandlePtr Session::Fetch(Tensor* tensor, TF_Status* status) {
   return value;
 }
 
-void Session::Release(Tensor* tensor) {
+void Session::Release(const TrackedHandle& handle) {
   Knowing knowing;
-  runtime_.Release(tensor);
+  if (trace_ != nullptr && handle.name != 0) trace_->Release(handle.name);
+  runtime_.Release(handle.tensor);
+}
+
+bool Session::BeginTrace(const std::string& path) {
+  Knowing knowing;
+  trace_ = std::make_unique<Trace>(path);
+  return trace_->good();
+}
+
+void Session::EndTrace() {
+  Knowing knowing;
+  trace_.reset();
 }
 
 bool Session::MakeRoom(int64_t bytes) {

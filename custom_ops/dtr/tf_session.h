@@ -25,8 +25,11 @@
 #include "tf_handles.h"
 #include "tf_operators.h"
 #include "tf_physical.h"
+#include "tf_trace.h"
 
 namespace kmem::dtr {
+
+struct TrackedHandle;
 
 class Session : public Driver, public std::enable_shared_from_this<Session> {
  public:
@@ -44,7 +47,12 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
 
   // The value of a tracked tensor, made again if need be.
   HandlePtr Fetch(Tensor* tensor, TF_Status* status);
-  void Release(Tensor* tensor);
+  void Release(const TrackedHandle& handle);
+
+  // Writes what runs from now on to a file, until `EndTrace`. Returns false if
+  // that cannot be opened.
+  bool BeginTrace(const std::string& path);
+  void EndTrace();
 
   PhysicalDevice* device() const { return device_; }
   // Evicts until `bytes` more fit below the device's limit.
@@ -66,6 +74,7 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
     HandlePtr handle;
     HandlePtr variable;  // If it is the value of one.
     Tensor* outside = nullptr;  // That tensor, if it cannot be made again.
+    Trace::Name name = 0;       // Of that tensor in the trace.
   };
   // How to run an operator again.
   struct Work {
@@ -81,6 +90,7 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
     std::vector<TFE_TensorHandle*> given;
     std::vector<Tensor*> tensors;  // Of `given`; nullptr for what is plain.
     std::vector<Tensor*> tracked;  // Those that are not.
+    std::vector<Trace::Name> names;  // Of `given`; 0 for what is plain.
     std::vector<HandlePtr> borrowed;  // Values from other sessions.
   };
 
@@ -92,7 +102,9 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
                 int num_outputs, TFE_TensorHandle** outputs);
   void RememberRead(const Call& call, TFE_TensorHandle** output);
   Tensor* MakeOutside(HandlePtr handle, HandlePtr variable);
-  TFE_TensorHandle* NewHandle(TFE_Context* context, Tensor* tensor);
+  TFE_TensorHandle* NewHandle(TFE_Context* context, Tensor* tensor,
+                              Trace::Name name);
+  TFE_TensorHandle* NewHandleOfRead(TFE_Context* context, Tensor* tensor);
 
   static Value* ValueOf(const Tensor* tensor) {
     return static_cast<Value*>(tensor->payload);
@@ -102,6 +114,7 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   Operators operators_;
   std::unordered_map<TFE_TensorHandle*, Tensor*> sources_;  // By address.
   std::unordered_map<TFE_TensorHandle*, std::vector<Tensor*>> reads_;
+  std::unique_ptr<Trace> trace_;
   std::string no_room_;  // Why the last request was refused.
   int64_t first_nanoseconds_ = 0;
   Runtime runtime_;  // Last: it drops its payloads when it goes.
@@ -112,6 +125,7 @@ struct TrackedHandle {
   std::shared_ptr<Session> session;
   Tensor* tensor;
   std::vector<int64_t> shape;
+  Trace::Name name;  // 0 if it is in no trace.
 };
 
 extern const char* const kCustomDeviceName;

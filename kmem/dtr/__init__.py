@@ -16,6 +16,7 @@ What it does not do: the numbers do not change, and nothing inside of a
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 from kmem.dtr import device
@@ -82,14 +83,54 @@ def scope() -> Iterator[None]:
     total.numpy()  # 1000000.0
     ```
     """
-    options = DTR(
-        eviction_threshold=eviction_threshold,
-        evictee_minimum_size=evictee_minimum_size,
-        enable_sqrt_sampling=enable_sqrt_sampling,
-        heuristic=heuristic,
-    )
-    with device.DeviceSession(options).scope():
+    with _session().scope():
         yield
+
+
+@contextlib.contextmanager
+def record(path: str | os.PathLike[str]) -> Iterator[None]:
+    """`scope`, and writes what runs to a file, for `kmem simulate`.
+
+    Record one training step, the second: the first makes what only it needs.
+    Operators on tensors below 4 KiB, and those that cannot run again, such as
+    assignments, are left out. Tensors that are held when the block ends are
+    the step's results.
+
+    Args:
+        path: The file. `kmem.planning.traces` says what is in it.
+
+    Raises:
+        OSError: If the file cannot be written.
+        ValueError: As `enable`.
+        NativeLibraryError: As `enable`.
+
+    Example:
+
+    ```python
+    import tensorflow as tf
+
+    import kmem
+    from kmem.dtr.program import read_program
+
+    with kmem.dtr.record("step.log"):
+        tf.tanh(tf.ones((100, 100)))
+    read_program("step.log").num_operators  # 2
+    ```
+    """
+    session = _session()
+    with session.scope(), session.trace(path):
+        yield
+
+
+def _session() -> device.DeviceSession:
+    return device.DeviceSession(
+        DTR(
+            eviction_threshold=eviction_threshold,
+            evictee_minimum_size=evictee_minimum_size,
+            enable_sqrt_sampling=enable_sqrt_sampling,
+            heuristic=heuristic,
+        )
+    )
 
 
 def statistics() -> Statistics | None:

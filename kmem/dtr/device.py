@@ -17,6 +17,7 @@ operator here, and tensors that it makes and drops are its own.
 import contextlib
 import ctypes
 import dataclasses
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -130,6 +131,22 @@ class DeviceSession:
                 f"which is {memory.current()} bytes. Received: "
                 f"eviction_threshold={self._limit_bytes}"
             )
+
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Writes what runs on the device to a file.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        begin = self._library.kmem_dtr_begin_trace
+        begin.restype = ctypes.c_bool
+        if not begin(self._native, os.fsencode(path)):
+            raise OSError(f"The trace cannot be written to {path}.")
+        try:
+            yield
+        finally:
+            self._library.kmem_dtr_end_trace(self._native)
 
     def statistics(self) -> Statistics:
         """What has been done up to now."""
