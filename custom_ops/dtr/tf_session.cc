@@ -68,7 +68,7 @@ Session::Session(PhysicalDevice* device, std::unique_ptr<Heuristic> heuristic,
                  const Options& options)
     : device_(device), runtime_(this, std::move(heuristic), options) {}
 
-// ------------------------------------------------------------------ the first
+// ------------------------------------------------------------- the first time
 
 void Session::Execute(const TFE_Op* op, int* num_outputs,
                       TFE_TensorHandle** outputs, TF_Status* status) {
@@ -207,7 +207,7 @@ void Session::Remember(const Call& call, OpPtr op, int64_t nanoseconds,
     } else {
       extents.push_back(extent);
     }
-    output.payload = new Value{HandlePtr(outputs[i])};
+    output.payload = new Value{HandlePtr(outputs[i]), nullptr};
     recorded.push_back(output);
     tracked.push_back(i);
   }
@@ -372,7 +372,8 @@ Status Session::Run(const Operator& op, std::vector<void*>* payloads) {
   }
   std::vector<HandlePtr> outputs(made.begin(), made.end());
   for (size_t i = 0; i < work.tracked.size(); ++i) {
-    (*payloads)[i] = new Value{std::move(outputs[work.tracked[i]])};
+    (*payloads)[i] =
+        new Value{std::move(outputs[work.tracked[i]]), nullptr};
   }
   return Status();
 }

@@ -72,7 +72,7 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   // The payload of a tensor.
   struct Value {
     HandlePtr handle;
-    HandlePtr variable;  // If it is the value of one.
+    HandlePtr variable;         // If it is the value of one.
     Tensor* outside = nullptr;  // That tensor, if it cannot be made again.
     Trace::Name name = 0;       // Of that tensor in the trace.
   };
@@ -84,13 +84,12 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   };
   // An operator that runs for the first time.
   struct Call {
-    const TFE_Op* op;
     TFE_Context* context;
     Kind kind;
-    std::vector<TFE_TensorHandle*> given;
-    std::vector<Tensor*> tensors;  // Of `given`; nullptr for what is plain.
-    std::vector<Tensor*> tracked;  // Those that are not.
-    std::vector<Trace::Name> names;  // Of `given`; 0 for what is plain.
+    std::vector<TFE_TensorHandle*> given;  // Its inputs.
+    std::vector<Tensor*> tensors;     // Of each; nullptr for what is plain.
+    std::vector<Tensor*> tracked;     // Those that are not.
+    std::vector<Trace::Name> names;   // Of each; 0 for what is plain.
     std::vector<HandlePtr> borrowed;  // Values from other sessions.
   };
 
@@ -112,7 +111,9 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
 
   PhysicalDevice* const device_;
   Operators operators_;
-  std::unordered_map<TFE_TensorHandle*, Tensor*> sources_;  // By address.
+  // What comes from outside, by the address of its handle, which it holds.
+  std::unordered_map<TFE_TensorHandle*, Tensor*> sources_;
+  // The values of a variable, likewise.
   std::unordered_map<TFE_TensorHandle*, std::vector<Tensor*>> reads_;
   std::unique_ptr<Trace> trace_;
   std::string no_room_;  // Why the last request was refused.
