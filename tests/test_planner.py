@@ -68,7 +68,7 @@ def assert_equal(got, want):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("share", [0.85, 0.7])
+@pytest.mark.parametrize("share", [0.9, 0.8])
 def test_a_budget_is_kept_with_the_same_numbers(share):
     want = train(stack())
     model = stack()

@@ -306,8 +306,14 @@ def test_the_same_options_are_traced_once(arguments):
     assert len(runs) == once + 1
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
+@pytest.mark.parametrize(
+    "suffix, options",
+    [
+        *((".keras", options) for options in OPTIONS),
+        (".weights.h5", OPTIONS[0]),
+    ],
+    ids=str,
+)
 def test_a_saved_model_loads_without_kmem(
     model, arguments, options, suffix, tmp_path, python
 ):

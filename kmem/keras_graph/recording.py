@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from kmem import capture
+from kmem.keras_graph import joining
 from kmem.keras_graph import opening
 from kmem.remat import purity
 from kmem.remat import state
@@ -49,8 +50,6 @@ _KEEPS_NOTHING = ALIASES | {
     "Unpack",
 }
 # What TensorFlow joins into one sum, if nobody else uses what is between.
-_ADDITIONS = frozenset({"Add", "AddN", "AddV2"})
-_ARITHMETIC = _ADDITIONS | {"Mul", "RealDiv", "Sub"}
 # They use a tensor, and give it no gradient.
 _NO_GRADIENT = frozenset({"Rank", "Shape", "ShapeN", "Size", "ZerosLike"})
 
@@ -171,19 +170,6 @@ def root(tensor: tf.Tensor) -> tf.Tensor:
     while tensor.op.type in ALIASES:
         tensor = tensor.op.inputs[0]
     return tensor
-
-
-def _joined(maker: tf.Operation, reader: tf.Operation) -> bool:
-    """Whether TensorFlow joins two operations, or their gradients, to others,
-    which rounds otherwise: sums of sums, and products with constants."""
-    if maker.type == "BiasAdd":
-        return reader.type in ("Elu", "Sigmoid", "Tanh")
-    if maker.type in _ADDITIONS and reader.type in _ADDITIONS:
-        return True
-    inputs = (*maker.inputs, *reader.inputs)
-    constant = any(tensor.op.type == "Const" for tensor in inputs)
-    pair = {maker.type, reader.type}
-    return constant and pair <= _ARITHMETIC
 
 
 def num_bytes(tensor: tf.Tensor | tf.TensorSpec) -> int:
@@ -334,7 +320,7 @@ class _Recorder(opening.Visitor):
                 if len(used) != 1:
                     continue
                 number, reader = used[0]
-                if _joined(tensor.op, reader):
+                if joining.are_joined(tensor.op, reader):
                     last = bisect.bisect_right(self._ends, number)
                     seams.update(range(call + 1, last + 1))
         self.recording.seams = frozenset(seams)

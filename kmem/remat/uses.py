@@ -19,7 +19,6 @@ _APART = frozenset(
         "Conv2D",
         "Conv2DBackpropInput",
         "DepthwiseConv2dNative",
-        "IdentityN",
         "MatMul",
         "MaxPool",
         "Max",
@@ -77,6 +76,10 @@ def shown(first: list, second: list, gradient: list) -> list[tf.Operation]:
 
 def _may_be_joined(uses: list[tf.Operation]) -> bool:
     """Whether there is a single one, of a kind that takes its input in."""
+    within = [op for op in uses if op.type not in _PASSED_ON]
+    if len(within) < len(uses):
+        # What leaves the segment does so through several operations.
+        return not within
     return len(uses) == 1 and uses[0].type not in _APART
 
 
