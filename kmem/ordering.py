@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from kmem import capture
+from kmem import joining
 
 # For each graph the names of what was traced within `unordered`.
 _unordered: weakref.WeakKeyDictionary[tf.Graph, set[str]] = (
@@ -131,7 +132,7 @@ def _append(
     members, last = set(stage), dict.fromkeys(stage)
     for op in stage:
         sources = [tensor.op for tensor in op.inputs]
-        if members.isdisjoint(sources):
+        if members.isdisjoint(sources) and not _is_joined(op):
             for each in before:
                 # Private in TensorFlow: dependencies are public only for
                 # operations to come, and a user's own tape makes these.
@@ -140,6 +141,17 @@ def _append(
         for source in sources:
             last.pop(source, None)
     return list(last)
+
+
+def _is_joined(op: tf.Operation) -> bool:
+    """Whether TensorFlow joins it with others unless it has to wait."""
+    readers = [reader for t in op.outputs for reader in t.consumers()]
+    if len(readers) == 1 and joining.are_joined(op, readers[0]):
+        return True
+    return any(
+        len(tensor.consumers()) == 1 and joining.are_joined(tensor.op, op)
+        for tensor in op.inputs
+    )
 
 
 def _sorted(ops: list[tf.Operation]) -> list[tf.Operation]:

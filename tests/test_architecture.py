@@ -17,6 +17,7 @@ LAYERS = (
     {
         "batches",
         "capture",
+        "joining",
         "loss_terms",
         "ordering",
         "xla",

@@ -79,6 +79,31 @@ def squeezing_net():
     return _classifier(inputs, x)
 
 
+def attention_net():
+    inputs = keras.Input((8, 8, 3))
+    x = layers.Dense(8)(layers.Reshape((16, 12))(inputs))
+    for _ in range(2):
+        y = layers.LayerNormalization()(x)
+        x = x + layers.MultiHeadAttention(2, 4, dropout=0.1)(y, y)
+        y = layers.Dense(16, activation="gelu")(layers.LayerNormalization()(x))
+        x = x + layers.Dropout(0.1)(layers.Dense(8)(y))
+    x = layers.GlobalAveragePooling1D()(x)
+    return keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
+
+
+def shared_net():
+    """Weights that are used four times, sums of three, products with
+    constants, and activations that TensorFlow makes part of a product."""
+    inputs = keras.Input((8, 8, 3))
+    shared = layers.Dense(8, "tanh")
+    x = layers.Conv2D(8, 3, padding="same", activation="hard_silu")(inputs)
+    for activation in ("hard_silu", "elu"):
+        y, z = shared(x), layers.Dense(8, activation)(x)
+        x = layers.Add()([x, y, layers.Dropout(0.2)(z * y)])
+        x = shared(layers.GroupNormalization(2)(x) * 0.3)
+    return _classifier(inputs, x)
+
+
 class Blocks(keras.Model):
     def __init__(self):
         super().__init__()
@@ -109,6 +134,15 @@ _NETS = [
     dense_net,
     u_net,
     squeezing_net,
+    attention_net,
+    pytest.param(
+        shared_net,
+        marks=pytest.mark.xfail(
+            strict=True,
+            reason="the last bit differs where a layer with tanh is called "
+            "four times; what TensorFlow joins there is not known yet",
+        ),
+    ),
     subclassed_net,
 ]
 

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from kmem import capture
-from kmem.keras_graph import joining
+from kmem import joining
 from kmem.keras_graph import opening
 from kmem.remat import purity
 from kmem.remat import state
