@@ -1,7 +1,8 @@
 """What TensorFlow's graph optimizer makes one operation of, or another sum.
 
-A segment may not begin or end between two such operations: they would not be
-joined there, and rounding would differ from plain training.
+A segment may not begin or end between two such operations, and nothing may
+wait for the first of them: they would not be joined there, and rounding would
+differ from plain training.
 """
 
 import tensorflow as tf
@@ -32,6 +33,26 @@ _FUNCTIONS = frozenset(
         "Tanh",
     }
 )
+
+
+def joins_update(weight_gradient: tf.Operation) -> bool:
+    """Whether TensorFlow may join it with the optimizer's product with the
+    learning rate, which it does unless something waits for either."""
+    return weight_gradient.type in _ARITHMETIC
+
+
+def known_before(weight_gradient) -> list[tf.Operation]:
+    """What to wait for, so that a weight gradient is there or can be.
+
+    Args:
+        weight_gradient: A tensor or `IndexedSlices`, of a graph.
+    """
+    if isinstance(weight_gradient, tf.IndexedSlices):
+        weight_gradient = weight_gradient.values
+    op = weight_gradient.op
+    if joins_update(op):
+        return [tensor.op for tensor in op.inputs]
+    return [op]
 
 
 def are_joined(maker: tf.Operation, reader: tf.Operation) -> bool:

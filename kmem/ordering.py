@@ -50,7 +50,12 @@ def hold_back(gradients: list) -> None:
     Args:
         gradients: Tensors, `IndexedSlices` or `None`, of one graph.
     """
-    weight_gradients = {_operation(g) for g in gradients if g is not None}
+    known_before = {
+        _operation(g): joining.known_before(g)
+        for g in gradients
+        if g is not None
+    }
+    weight_gradients = set(known_before)
     if not weight_gradients:
         return
     graph = next(iter(weight_gradients)).graph
@@ -58,13 +63,17 @@ def hold_back(gradients: list) -> None:
     needed = _ancestors(weight_gradients)
     ops = _sorted([op for op in graph.get_operations() if op in needed])
     first = next(i for i, op in enumerate(ops) if op in weight_gradients)
-    before = [ops[first]]
+    before = known_before[ops[first]]
     # The forward pass is no stage, but what came with the first one is.
-    at_first = _ancestors(before)
+    at_first = _ancestors([ops[first]])
     rest = [op for op in ops[:first] if op not in at_first]
     for stage in [rest, *_stages(ops[first + 1 :], weight_gradients)]:
         stage = [
-            op for op in stage if op.name not in left_out and _takes_memory(op)
+            op
+            for op in stage
+            if op.name not in left_out
+            and _takes_memory(op)
+            and not (op in weight_gradients and joining.joins_update(op))
         ]
         if stage:
             before = _append(stage, before)
@@ -85,7 +94,12 @@ def updates_in_turn(optimizer, gradients: list) -> Iterator[None]:
         yield
         return
     graph = tf.compat.v1.get_default_graph()
-    before = [_operation(g) for g in gradients if g is not None]
+    before = [
+        op
+        for gradient in gradients
+        if gradient is not None
+        for op in joining.known_before(gradient)
+    ]
     update = optimizer.update_step
 
     def update_step(*args, **kwargs):

@@ -8,12 +8,15 @@ inputs are made to depend on the gradient, in a way that leaves every bit as
 it is. In eager mode nothing runs early.
 """
 
+import itertools
+
 import tensorflow as tf
 
 # Private in TensorFlow: whether a function is traced to be compiled by XLA.
 # tests/test_remat.py fails if it moves.
 from tensorflow.python.ops import control_flow_util
 
+from kmem import joining
 from kmem.remat import names
 
 
@@ -69,7 +72,7 @@ def _never(gradient: tf.Tensor) -> tf.Tensor:
     return tf.reduce_any(tf.sign(gradient) > 2)
 
 
-def before(gradients: list, results: list) -> list:
+def before(gradients: list, readers: list, results: list) -> list:
     """Makes `results` wait for `gradients`, in a graph.
 
     The executor would else follow the chain of input gradients first, while
@@ -77,20 +80,14 @@ def before(gradients: list, results: list) -> list:
 
     Args:
         gradients: Tensors, `IndexedSlices` or `None`.
-        results: The same.
+        readers: Tensors to wait for as well.
+        results: As `gradients`.
     """
     if tf.executing_eagerly() or in_xla():
         return results
-    with tf.control_dependencies(
-        [_values(g) for g in gradients if g is not None]
-    ):
+    known = [joining.known_before(g) for g in gradients if g is not None]
+    with tf.control_dependencies([*itertools.chain(*known), *readers]):
         return [None if r is None else _identity(r) for r in results]
-
-
-def _values(gradient):
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient.values
-    return gradient
 
 
 def _identity(gradient):

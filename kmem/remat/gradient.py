@@ -245,7 +245,7 @@ class _Segment:
         # Not held back, as what they read would be.
         with ordering.unordered():
             readers = uses.shown(self._first, made[before:after], made[after:])
-        of_inputs = dependencies.before([*of_variables, *readers], of_inputs)
+        of_inputs = dependencies.before(of_variables, readers, of_inputs)
         return [*of_inputs, *of_variables]
 
     def _delayed(self, gradients: list) -> tuple[list, list]:
