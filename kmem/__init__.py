@@ -11,6 +11,7 @@ versions.check()
 from kmem import callbacks as callbacks  # noqa: E402
 from kmem import dtr as dtr  # noqa: E402
 from kmem import memory as memory  # noqa: E402
+from kmem.dtr.sweep import Sweep as Sweep  # noqa: E402
 from kmem.keras_graph.profiling import profile as profile  # noqa: E402
 from kmem.options import DTR as DTR  # noqa: E402
 from kmem.options import Genetic as Genetic  # noqa: E402
@@ -22,6 +23,7 @@ from kmem.options import Remat as Remat  # noqa: E402
 from kmem.options import Sharding as Sharding  # noqa: E402
 from kmem.planner import plan as plan  # noqa: E402
 from kmem.planning.plan import Plan as Plan  # noqa: E402
+from kmem.sweeper import sweep as sweep  # noqa: E402
 from kmem.trainer import Model as Model  # noqa: E402
 from kmem.trainer import wrap as wrap  # noqa: E402
 from kmem.versions import __version__ as __version__  # noqa: E402

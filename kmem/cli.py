@@ -23,6 +23,10 @@ _MODULES = {
         "kmem.simulate_command",
         "Simulate DTR on a recorded step, under a budget.",
     ),
+    "sweep": (
+        "kmem.sweep_command",
+        "Measure what DTR costs a saved model at several thresholds.",
+    ),
 }
 
 

@@ -2,11 +2,8 @@
 
 import argparse
 import pathlib
-from typing import Any
 
-import keras
-import tensorflow as tf
-
+from kmem import model_file
 from kmem.planner import plan
 
 
@@ -15,14 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Example: kmem plan model.keras --batch 32 --budget 2GB "
         "--plot plan.png --output plan.json"
     )
-    parser.add_argument("model", type=pathlib.Path, help="a .keras file")
-    parser.add_argument(
-        "--batch",
-        type=int,
-        required=True,
-        metavar="ROWS",
-        help="the number of rows of a batch",
-    )
+    model_file.add_arguments(parser)
     parser.add_argument(
         "--budget",
         default="auto",
@@ -52,20 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints a plan; 0 if there is one."""
     for path in (args.output, args.plot):
-        # Now, rather than after the work is done.
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(
-                f"A path must be in a folder that exists. Received: {path}"
-            )
-    if args.batch < 1:
-        raise ValueError(
-            "`--batch` must be a positive number of rows. "
-            f"Received: {args.batch}"
-        )
-    model: Any = keras.saving.load_model(args.model)
+        model_file.check_output(path)
+    model, batch = model_file.load(args)
     made = plan(
         model,
-        _batch(model, args.batch),
+        batch,
         _budget(args.budget),
         solver=args.solver,
         costs=args.costs,
@@ -87,36 +68,3 @@ def _budget(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
-
-
-def _batch(model, rows: int):
-    """The shapes of the model's inputs, and of targets for its loss.
-
-    A file does not tell what its targets look like: they are taken to be
-    like the predictions, or to be classes where the loss is a sparse one.
-    """
-    sequential = isinstance(model, keras.Sequential)
-    inputs = model.inputs[0] if sequential else model.input
-    outputs = model.outputs[0] if sequential else model.output
-    specs = keras.tree.map_structure(
-        lambda t: _spec(t.shape, t.dtype, rows), inputs
-    )
-    if not model.compiled:
-        return specs
-    sparse = "sparse" in str(getattr(model, "loss", "")).lower()
-
-    def target(output):
-        if sparse:
-            return _spec(output.shape[:-1], "int64", rows)
-        return _spec(output.shape, output.dtype, rows)
-
-    return specs, keras.tree.map_structure(target, outputs)
-
-
-def _spec(shape, dtype: str, rows: int) -> tf.TensorSpec:
-    if any(size is None for size in shape[1:]):
-        raise ValueError(
-            "The model's inputs and outputs must have a fixed shape but for "
-            f"the number of rows. Received: shape={shape}"
-        )
-    return tf.TensorSpec([rows, *shape[1:]], dtype)

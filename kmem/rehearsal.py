@@ -37,7 +37,7 @@ def rehearse(session: Session, batch) -> int | None:
     model: Any = session.model
     session.build()
     data = tf.data.Dataset.from_tensors(batches.made_up(batch)).repeat()
-    with _unchanged(session):
+    with unchanged(session):
         session.install(test_step=False)
         try:
             # As `fit` does: the graph of a step on a batch is another one.
@@ -56,19 +56,26 @@ def rehearse(session: Session, batch) -> int | None:
             return None
         finally:
             session.remove()
+            gc.collect()
 
 
 @contextlib.contextmanager
-def _unchanged(session: Session) -> Iterator[None]:
+def unchanged(session: Session) -> Iterator[None]:
+    """Gives back what a session's steps change in a block of code.
+
+    Args:
+        session: Whose steps they are; its optimizer is built.
+    """
     values = [(v, v.numpy()) for v in session.state]
     try:
         yield
     finally:
         known = {id(variable) for variable, _ in values}
         for variable, value in values:
-            variable.assign(value)
+            # Not the array itself: a variable may take over its memory, which
+            # is not the device's.
+            variable.assign(tf.raw_ops.DeepCopy(x=value))
         for metric in session.model.metrics:
             # Those that the step has made.
             if any(id(variable) not in known for variable in metric.variables):
                 metric.reset_state()
-        gc.collect()

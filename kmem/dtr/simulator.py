@@ -86,6 +86,7 @@ def simulate(
     budget_bytes: int | None = None,
     heuristic: str = "dtr_eq",
     *,
+    evictee_minimum_bytes: int = 0,
     sqrt_sampling: bool = False,
     seed: int = 0,
     slowdown_limit: float = 4.0,
@@ -96,6 +97,7 @@ def simulate(
         program: What to run.
         budget_bytes: The peak to keep; `None` if there is none.
         heuristic: What to give up first, one of `HEURISTICS`.
+        evictee_minimum_bytes: Smaller tensors are kept.
         sqrt_sampling: Look at about the square root of the candidates.
         seed: Of what is drawn at random.
         slowdown_limit: When to give up, in times of the program.
@@ -132,6 +134,7 @@ def simulate(
     recomputed_seconds = (slowdown_limit - 1) * program.seconds
     options = NativeOptions(
         threshold_bytes=_NO_LIMIT if budget_bytes is None else budget_bytes,
+        evictee_minimum_bytes=evictee_minimum_bytes,
         recomputation_limit=round(recomputed_seconds * 1e9),
         sqrt_sampling=sqrt_sampling,
         seed=seed,

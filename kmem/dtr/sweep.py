@@ -1,0 +1,167 @@
+"""What training costs at several thresholds of DTR: `kmem.Sweep`."""
+
+import dataclasses
+import math
+import os
+
+from kmem.dtr import sweep_picture
+from kmem.options import DTR
+from kmem.units import format_size
+
+_MOST_SLOWDOWN = 1.3
+
+_NAME = "{:<22} {:>5}"
+_MEASURED = "{:>7} {:>5} {:>10} {:>9} {:>10}"
+_PREDICTED = "{:>9} {:>10}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A threshold, and what a training step took with it.
+
+    Attributes:
+        dtr: The settings; `None` for plain eager Keras.
+        step_seconds: The time of a step: the quickest of several, and the
+            mean over the batches. `None` if it could not run.
+        peak_bytes: The most that was in memory in any step.
+        num_evictions: How often a tensor was given up in a step.
+        num_recomputations: How many operators ran again in a step.
+        predicted_seconds: `step_seconds` by the simulator, from the time
+            without a threshold; infinite if it could not run there.
+        predicted_peak_bytes: `peak_bytes` by the simulator.
+        error: Why it could not run; empty if it could.
+    """
+
+    dtr: DTR | None
+    step_seconds: float | None = None
+    peak_bytes: int | None = None
+    num_evictions: int = 0
+    num_recomputations: int = 0
+    predicted_seconds: float | None = None
+    predicted_peak_bytes: float | None = None
+    error: str = ""
+
+    @property
+    def threshold_bytes(self) -> int:
+        """The threshold; 0 if there is none."""
+        return int(self.dtr.eviction_threshold) if self.dtr else 0
+
+    @property
+    def heuristic(self) -> str:
+        """What is given up first; empty for plain eager Keras."""
+        return self.dtr.heuristic if self.dtr else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What training costs at several thresholds of DTR, measured.
+
+    Attributes:
+        rows: Plain eager Keras, DTR without a threshold, and a row for each
+            threshold. The last one may have the simulator's best heuristic at
+            the threshold that is recommended, if that is another one.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def plain(self) -> Row:
+        """Eager Keras, without kmem."""
+        return self.rows[0]
+
+    @property
+    def unlimited(self) -> Row:
+        """DTR without a threshold, to which times are compared."""
+        return self.rows[1]
+
+    def slowdown(self, row: Row) -> float:
+        """A row's step time relative to that without a threshold; infinite
+        if it could not run."""
+        return self._relative(row.step_seconds)
+
+    def predicted_slowdown(self, row: Row) -> float:
+        """`slowdown` by the simulator."""
+        return self._relative(row.predicted_seconds)
+
+    def _relative(self, seconds: float | None) -> float:
+        whole = self.unlimited.step_seconds
+        return seconds / whole if seconds and whole else math.inf
+
+    @property
+    def recommended(self) -> DTR:
+        """The smallest threshold that was kept and with which a step takes
+        at most 1.3 times as long as without one; the quickest settings for
+        it."""
+        quick = [
+            (row.threshold_bytes or math.inf, self.slowdown(row), row.dtr)
+            for row in self.rows
+            if row.dtr is not None
+            and self.slowdown(row) <= _MOST_SLOWDOWN
+            and (row.peak_bytes or 0) <= (row.threshold_bytes or math.inf)
+        ]
+        return min(quick, key=lambda found: found[:2])[2]
+
+    def summary(self) -> str:
+        """A table of what was measured, and predicted."""
+        chosen = self.recommended
+        head = (
+            _NAME.format("threshold", "share"),
+            _MEASURED.format(
+                "seconds", "time", "peak", "evictions", "recomputed"
+            ),
+            _PREDICTED.format("predicted", "peak"),
+        )
+        lines = [" ".join(head), *map(self._line, self.rows)]
+        lines += [
+            'time: relative to "no threshold"; beside it, as the simulator '
+            "predicts it.",
+            f"recommended: {_name(chosen)}, heuristic "
+            f'"{chosen.heuristic}": the smallest threshold with a time of at '
+            f"most {_MOST_SLOWDOWN}.",
+        ]
+        return "\n".join(lines)
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws step time and peak over the thresholds.
+
+        Args:
+            path: Where to save the picture; its ending says the format.
+
+        Raises:
+            ImportError: If matplotlib is missing.
+        """
+        sweep_picture.draw(self, path)
+
+    def _line(self, row: Row) -> str:
+        name, share = _name(row.dtr), ""
+        if row.dtr and row.heuristic != self.unlimited.heuristic:
+            name += f", {row.heuristic}"
+        if row.threshold_bytes and self.plain.peak_bytes:
+            share = f"{row.threshold_bytes / self.plain.peak_bytes:.2f}"
+        measured = row.error
+        if row.step_seconds is not None:
+            measured = _MEASURED.format(
+                f"{row.step_seconds:.3f}",
+                f"{self.slowdown(row):.2f}",
+                format_size(row.peak_bytes or 0),
+                row.num_evictions,
+                row.num_recomputations,
+            )
+        predicted = ""
+        if row.dtr is not None:
+            slowdown = self.predicted_slowdown(row)
+            can_run = math.isfinite(slowdown)
+            predicted = _PREDICTED.format(
+                f"{slowdown:.2f}" if can_run else "no",
+                format_size(row.predicted_peak_bytes or 0) if can_run else "",
+            )
+        width = len(_MEASURED.format(*[""] * 5))
+        head = _NAME.format(name, share)
+        return f"{head} {measured:<{width}} {predicted}".rstrip()
+
+
+def _name(options: DTR | None) -> str:
+    if options is None:
+        return "Keras, eager"
+    threshold = int(options.eviction_threshold)
+    return format_size(threshold) if threshold else "no threshold"

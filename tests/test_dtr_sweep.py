@@ -1,0 +1,128 @@
+"""What `kmem.Sweep` makes of its rows, and what the simulator expects."""
+
+import pytest
+from trace_cases import call
+from trace_cases import constant
+from trace_cases import release
+from trace_cases import write
+
+import kmem
+from kmem.dtr import sweep_picture
+from kmem.dtr.forecast import Forecast
+from kmem.dtr.program import read_program
+from kmem.dtr.sweep import Row
+from kmem.dtr.sweep import Sweep
+
+
+def row(megabytes, seconds, heuristic="dtr_eq", peak=None):
+    return Row(
+        kmem.DTR(int(megabytes * 1e6), heuristic=heuristic),
+        step_seconds=seconds,
+        peak_bytes=int((peak or megabytes or 100) * 1e6),
+        num_evictions=3,
+        num_recomputations=2,
+        predicted_seconds=seconds + 0.1,
+        predicted_peak_bytes=megabytes * 1e6,
+    )
+
+
+PLAIN = Row(None, step_seconds=0.9, peak_bytes=10**8)
+UNLIMITED = row(0, 1.0)
+FAILED = Row(
+    kmem.DTR(20_000_000),
+    predicted_seconds=float("inf"),
+    predicted_peak_bytes=float("inf"),
+    error="no room: at least 25.00 MB",
+)
+
+
+@pytest.mark.parametrize(
+    "rows, megabytes, heuristic",
+    [
+        ([row(80, 1.1), row(50, 1.3), row(40, 1.31), FAILED], 50, "dtr_eq"),
+        ([row(50, 1.2), row(50, 1.1, "lru")], 50, "lru"),
+        ([row(50, 1.1), row(50, 1.2, "lru")], 50, "dtr_eq"),
+        ([row(80, 1.1), row(50, 1.1, peak=51)], 80, "dtr_eq"),
+        ([FAILED], 0, "dtr_eq"),
+    ],
+    ids=["time", "heuristic", "slower heuristic", "not kept", "none"],
+)
+def test_the_smallest_quick_threshold_is_recommended(
+    rows, megabytes, heuristic
+):
+    found = Sweep((PLAIN, UNLIMITED, *rows)).recommended
+    assert found == kmem.DTR(megabytes * 10**6, heuristic=heuristic)
+
+
+def test_a_summary_shows_predicted_beside_measured():
+    found = Sweep((PLAIN, UNLIMITED, row(50, 1.2), FAILED, row(50, 1.1, "lru")))
+    assert found.summary().splitlines() == [
+        "threshold              share seconds  time       peak evictions "
+        "recomputed predicted       peak",
+        "Keras, eager                   0.900  0.90  100.00 MB         0 "
+        "         0",
+        "no threshold                   1.000  1.00  100.00 MB         3 "
+        "         2      1.10        0 B",
+        "50.00 MB                0.50   1.200  1.20   50.00 MB         3 "
+        "         2      1.30   50.00 MB",
+        "20.00 MB                0.20 no room: at least 25.00 MB"
+        "                           no",
+        "50.00 MB, lru           0.50   1.100  1.10   50.00 MB         3 "
+        "         2      1.20   50.00 MB",
+        'time: relative to "no threshold"; beside it, as the simulator '
+        "predicts it.",
+        'recommended: 50.00 MB, heuristic "lru": the smallest threshold with '
+        "a time of at most 1.3.",
+    ]
+
+
+def test_the_picture_holds_the_numbers():
+    pytest.importorskip("matplotlib")
+    rows = [row(80, 1.1), row(50, 1.2), FAILED, row(50, 1.15, "lru")]
+    figure = sweep_picture.figure(Sweep((PLAIN, UNLIMITED, *rows)))
+
+    time, peak = (
+        {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+        for axes in figure.axes
+    )
+    assert time["measured"][1:] == [[50, 1.2], [80, 1.1]]
+    predicted = time["predicted by the simulator"]
+    assert predicted[1:] == [[50, pytest.approx(1.3)], [80, pytest.approx(1.2)]]
+    assert time["cannot run"] == [[20, 1]]
+    assert time['recommended: 50.00 MB, "lru"'] == [[50, 1.15]]
+    assert peak["measured peak"] == [[50, 50], [80, 80]]
+
+
+def test_a_picture_is_drawn_of_what_mostly_fails(tmp_path):
+    pytest.importorskip("matplotlib")
+    plain = Row(None, error="out of memory")
+    Sweep((plain, UNLIMITED, FAILED)).plot(tmp_path / "sweep.svg")
+    assert "svg" in (tmp_path / "sweep.svg").read_text()
+
+
+@pytest.mark.usefixtures("native_library")
+def test_a_forecast_adds_what_a_trace_does_not_know(tmp_path):
+    lines = [
+        *constant("x", 10),
+        *call("first", ["x"], {"a": (40, -1)}, 1e9),
+        *call("second", ["x"], {"b": (40, -1)}, 2e9),
+        *call("third", ["b"], {"c": (10, -1)}, 3e9),
+        *release("b"),
+        *call("fourth", ["a", "c"], {"d": (10, -1)}, 5e9),
+        *release("a", "c"),
+    ]
+    program = read_program(write(tmp_path / "step.log", lines))
+    known = Forecast([program], [300])
+    assert known.peak_bytes == 300
+    # 200 bytes are unknown: 100 is the simulated peak.
+    plenty = known.of(kmem.DTR(300, evictee_minimum_size=0))
+    assert (plenty.more_seconds, plenty.peak_bytes) == (0, 300)
+    tight = known.of(kmem.DTR(270, evictee_minimum_size=0))
+    assert (tight.more_seconds, tight.peak_bytes) == (1, 270)
+    # What is too small to be given up.
+    large = known.of(kmem.DTR(270, evictee_minimum_size=41))
+    assert large.more_seconds == float("inf")
+
+    unknown = Forecast([program, program], None)
+    assert unknown.peak_bytes == 100
+    assert unknown.of(kmem.DTR()).more_seconds == 0
