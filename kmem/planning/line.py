@@ -28,18 +28,18 @@ from kmem.planning.network import Network
 
 
 class Splits(typing.NamedTuple):
-    """The segments with which a sub-chain may begin, one for each stop.
+    """The segments with which sub-chains may begin, one for each stop.
 
     Attributes:
         held_bytes: What the segment keeps for later, besides what the blocks
-            after it begin with; a number if it is the same for all.
+            after it begin with.
         waiting_bytes: What is held over the segment, during its backward
             pass, other than what it begins with: also the parameters'
             gradients of the blocks after it.
         forward_bytes: The peak of its forward pass, which keeps nothing.
     """
 
-    held_bytes: "int | np.ndarray"
+    held_bytes: np.ndarray
     waiting_bytes: np.ndarray
     forward_bytes: np.ndarray
 
@@ -74,8 +74,9 @@ class Line:
         self.kept_bytes = np.zeros((count, count + 1), np.int64)
         self.plain_bytes = np.zeros((count, count), np.int64)
         self.again_seconds = np.zeros((count, count))
-        self._reads: list[np.ndarray] = []
-        self._forward: list[np.ndarray] = []
+        # By last block: of each value the last read, of each stage the peak.
+        self._reads = np.zeros((count, len(self._values.ids)), np.int64)
+        self._forward = np.zeros((count, len(network.stages)), np.int64)
         for last in range(self.num_blocks):
             self._measure(last)
         self._starting = [self._started_with(p) for p in self.places[:-1]]
@@ -124,8 +125,8 @@ class Line:
         self.again_seconds[last, : last + 1] = np.cumsum(seconds[::-1])[::-1][
             here
         ]
-        self._reads.append(reads)
-        self._forward.append(forward)
+        self._reads[last] = reads
+        self._forward[last, :stop] = forward
 
     def _started_with(self, place: int) -> np.ndarray:
         """The values made before a place that a later stage reads."""
@@ -134,39 +135,34 @@ class Line:
             (values.maker < place) & (values.last_use >= place)
         )
 
-    def splits(self, first: int, last: int, final: int) -> Splits:
-        """The segments with which a sub-chain may begin.
+    def splits(self, first: int, lasts: np.ndarray, final: int) -> Splits:
+        """The segments with which sub-chains may begin: `[last, stop]`.
+
+        What it says of stops that are after the sub-chain means nothing.
 
         Args:
-            first: The sub-chain's first block.
-            last: Its last block.
+            first: The first block of the sub-chains.
+            lasts: Their last blocks.
             final: The last of the stops, which begin with `first + 1`.
         """
         ends = self.places[first + 1 : final + 1]
         begin = self.places[first]
-        forward = self._forward[last][begin : ends[-1]].copy()
-        reads = self._reads[last]
+        forward = self._forward[lasts, begin : ends[-1]]
+        stages = np.arange(begin, ends[-1])
         # The parameters' gradients of what is after the segment.
         resident = self._gradients.kept
-        waiting = resident[ends] - resident[self.places[last + 1]]
-        held = 0
+        waiting = resident[ends] - resident[self.places[lasts + 1], None]
+        held = np.zeros_like(waiting)
         for value in self._starting[first]:
-            last_read = reads[value]
-            if last_read < begin:
-                continue
-            size = self._values.bytes[value]
-            forward[last_read + 1 - begin :] += size
-            # In a chain, the first block is the only one that reads it.
-            alone = last_read < ends[0]
-            held = held + (size if alone else size * (ends > last_read))
-            if self._values.first_use[value] < begin and (
+            last_read = self._reads[lasts, value, None]
+            size = self._values.bytes[value] * (last_read >= begin)
+            forward += size * (stages > last_read)
+            held += size * (ends > last_read)
+            if self._values.first_use[value] < begin:
                 # Longer segments use what shorter ones do.
-                self._reads[first][value] < begin
-            ):
-                inner = [self._reads[s][value] for s in range(first, final)]
-                waiting = waiting + size * (np.array(inner) < begin)
-        np.maximum.accumulate(forward, out=forward)
-        return Splits(held, waiting, forward[ends - 1 - begin])
+                waiting += size * (self._reads[first:final, value] < begin)
+        np.maximum.accumulate(forward, axis=1, out=forward)
+        return Splits(held, waiting, forward[:, ends - 1 - begin])
 
 
 class _Values:

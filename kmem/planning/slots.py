@@ -12,7 +12,8 @@ import numpy as np
 
 from kmem.planning.line import Line
 
-NEVER = 2**40
+# More than any memory, and few enough bits for arrays of small integers.
+NEVER = 2**28
 
 
 class Splits(typing.NamedTuple):
@@ -22,12 +23,14 @@ class Splits(typing.NamedTuple):
         stops: The block after the segment.
         held: What it keeps for later.
         waiting: What is held over its backward pass.
+        forward: The peak of its forward pass; `NEVER` if it is not allowed.
         begins: The least memory that will do; `NEVER` if none will.
     """
 
     stops: np.ndarray
     held: np.ndarray
     waiting: np.ndarray
+    forward: np.ndarray
     begins: np.ndarray
 
 
@@ -46,6 +49,8 @@ class SlottedLine:
         slot_bytes: The size of a slot.
         width: How many amounts of memory there are: 0, 1, ... slots.
         furthest: Block -> the last one that may be in a segment with it.
+        windows: Length -> first and last blocks of the sub-chains of
+            `length + 1` blocks that are asked for.
         kept: `[last, block]`: what the block leaves behind.
         plain: `[last, block]`: the peak of running the block so.
         again: `[last, block]`: the time of running the blocks again.
@@ -54,8 +59,6 @@ class SlottedLine:
 
     def __init__(self, line: Line, allowed, limit_bytes: int, num_slots: int):
         self.num_blocks = line.num_blocks
-        self._line = line
-        self._allowed = allowed
         self.slot_bytes = max(
             line.common_bytes, math.ceil(limit_bytes / num_slots)
         )
@@ -73,37 +76,67 @@ class SlottedLine:
             plain = self.plain[first:, first]
             self.enough[first:, first] = np.maximum(plain, following)
         np.minimum(self.enough, self.width - 1, out=self.enough)
+        self.windows = [self._windows(n) for n in range(self.num_blocks)]
+        self._splits = self._measure_splits(line, allowed)
 
     def _slots(self, num_bytes):
         return -(-num_bytes // self.slot_bytes)
 
-    def splits(self, firsts, lasts, least) -> Splits:
+    def _windows(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """First and last blocks of the sub-chains of `length + 1` blocks.
+
+        Only the rest of the line and what may be in a segment are asked for.
+        """
+        firsts = np.arange(self.num_blocks - length)
+        lasts = firsts + length
+        asked = (lasts == self.num_blocks - 1) | (
+            lasts <= self.furthest[firsts]
+        )
+        return firsts[asked], lasts[asked]
+
+    def _measure_splits(self, line: Line, allowed) -> list[np.ndarray]:
+        """By length, `[part, sub-chain, segment]`: what is held, what is
+        waiting, and the peak of the forward pass."""
+        final = self.num_blocks - 1
+        found = []
+        for length, (firsts, _) in enumerate(self.windows):
+            found.append(np.zeros((3, len(firsts), length), np.int32))
+            found[-1][2] = NEVER
+        rows = [0] * self.num_blocks
+        for first in range(self.num_blocks):
+            inside = np.arange(first, self.furthest[first] + 1)
+            lasts = np.union1d(inside, [final])
+            stop = min(self.furthest[first] + 1, final)
+            parts = np.zeros((3, len(lasts), 0), np.int32)
+            if stop > first:
+                parts = np.stack(line.splits(first, lasts, stop))
+                parts = np.minimum(self._slots(parts), NEVER).astype(np.int32)
+                parts[2, :, ~allowed[first, first + 1 : stop + 1]] = NEVER
+            for number, length in enumerate((lasts - first).tolist()):
+                row = found[length][:, rows[length]]
+                split = parts[:, number, :length]
+                row[:, : split.shape[1]] = split
+                rows[length] += 1
+        return found
+
+    def splits(
+        self, length: int, least, rows: slice | np.ndarray = slice(None)
+    ) -> Splits:
         """The segments with which sub-chains of one length may begin.
 
         Args:
-            firsts: Their first blocks.
-            lasts: Their last blocks.
+            length: The number of blocks after the first.
             least: `[last, block]`: the least memory for shorter ones.
+            rows: Which of `windows[length]`.
         """
-        length = int(lasts[0] - firsts[0])
-        shape = len(firsts), length
-        held, waiting = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        forward = np.full(shape, NEVER * self.slot_bytes)
-        finals = np.minimum(self.furthest[firsts] + 1, lasts)
-        for row in np.flatnonzero(finals > firsts):
-            first, final = firsts[row], finals[row]
-            split = self._line.splits(first, lasts[row], final)
-            here = row, slice(final - first)
-            held[here], waiting[here], forward[here] = split
-        held, waiting = self._slots(held), self._slots(waiting)
-        stops = firsts[:, None] + np.arange(1, length + 1)
+        firsts, lasts = (blocks[rows, None] for blocks in self.windows[length])
+        held, waiting, forward = self._splits[length][:, rows]
+        stops = firsts + np.arange(1, length + 1)
         begins = np.maximum(
-            least[lasts[:, None], stops] + held,
-            least[stops - 1, firsts[:, None]] + waiting,
+            least[lasts, stops] + held, least[stops - 1, firsts] + waiting
         )
-        begins = np.maximum(begins, self._slots(forward))
-        begins[~self._allowed[firsts[:, None], stops]] = NEVER
-        return Splits(stops, held, waiting, begins)
+        np.maximum(begins, forward, out=begins)
+        return Splits(stops, held, waiting, forward, begins)
 
 
 def _furthest(allowed) -> np.ndarray:

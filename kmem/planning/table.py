@@ -34,7 +34,7 @@ from kmem.planning.worth import most_memory
 # Sums of times differ in their last bits by the order of the additions.
 _TOLERANCE = 1e-6
 # A row's cells: more of them leave out more, but take longer to choose from.
-_CELLS = 12
+_CELLS = 6
 _LARGEST_CELL = 128
 # How many sums are looked at together.
 _AT_ONCE = 2**16
@@ -63,47 +63,39 @@ class Table:
         self.slot_bytes = self._line.slot_bytes
         count, width = line.num_blocks, self._line.width
         # By last and first block: the least memory that will do, the most
-        # that is of use, and where the row begins in `_values`. After its
-        # end the last value is repeated, for cells that go further. The rows
-        # of no blocks are 0.
+        # that is of use, and where the row begins in `_values`. Before the
+        # least it is infinite and after its end the last value is repeated,
+        # for cells that go further. The rows of no blocks are 0.
         self._least = np.zeros((count, count + 1), np.int64)
         self._most = most_memory(self._line)
-        self._base = np.full((count, count + 1), _LARGEST_CELL)
-        self._next = 3 * _LARGEST_CELL
-        self._known: dict[tuple, int] = {}
-        windows = [self._windows(length) for length in range(count)]
+        # There is room before the first row for any shift.
+        self._base = np.full((count, count + 1), width)
+        self._next = width + 3 * _LARGEST_CELL
+        self.num_rows = 0
         num_values = sum(
-            int((self._most[lasts, firsts] + 1 + _LARGEST_CELL).sum())
-            for firsts, lasts in windows
+            int((self._most[lasts, firsts] + 1 + 2 * _LARGEST_CELL).sum())
+            for firsts, lasts in self._line.windows
         )
-        self._values = np.zeros(self._next + num_values, np.float32)
-        for firsts, lasts in windows:
-            self._solve(firsts, lasts)
+        self._values = np.full(self._next + num_values, np.inf, np.float32)
+        self._values[width : width + 2 * _LARGEST_CELL] = 0
+        for length in range(count):
+            self._solve(length)
         memory = np.arange(width)
         self.extra = self._values[_at(self._row(0, count - 1, 0), memory)]
         self.extra[memory < self._least[-1, 0]] = np.inf
-        self.num_rows = len(self._known)
-
-    def _windows(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """First and last blocks of the sub-chains of `length + 1` blocks.
-
-        Only the rest of the line and what may be in a segment are asked for.
-        """
-        count = self._line.num_blocks
-        firsts = np.arange(count - length)
-        lasts = firsts + length
-        asked = (lasts == count - 1) | (lasts <= self._line.furthest[firsts])
-        return firsts[asked], lasts[asked]
 
     def _row(self, first, last, shift) -> np.ndarray:
         """Where a row begins in `_values`, less a shift, and where it ends."""
         base = self._base[last, first]
-        return np.array([base - shift, base + self._most[last, first]])
+        begin = base - np.minimum(shift, self._line.width)
+        return np.array([begin, base + self._most[last, first]])
 
-    def _solve(self, firsts, lasts) -> None:
+    def _solve(self, length: int) -> None:
         """Fills the rows of sub-chains of one length."""
-        line, here = self._line, (lasts, firsts)
-        split = line.splits(firsts, lasts, self._least)
+        line = self._line
+        firsts, lasts = line.windows[length]
+        here = lasts, firsts
+        split = line.splits(length, self._least)
         following = self._least[lasts, firsts + 1] + line.kept[here]
         keeps = np.maximum(line.plain[here], following)
         least = np.minimum(keeps, split.begins.min(axis=1, initial=NEVER))
@@ -131,23 +123,34 @@ class Table:
         Rows are alike if all numbers of theirs are, and all rows that they
         are made of. The longest of them will do for all.
         """
-        line, new, most = self._line, [], self._most[lasts, firsts]
+        line, here, most = self._line, (lasts, firsts), self._most
         finals = np.minimum(line.furthest[firsts], lasts - 1)
-        for row in np.argsort(-most, kind="stable"):
-            first, last, final = firsts[row], lasts[row], finals[row]
-            key = (
-                self._base[last, first + 1],
-                self._base[final, first] if final >= first else 0,
-                line.kept[last, first],
-                line.plain[last, first],
-                line.again[last, first],
-                *(part[row].tobytes() for part in split[1:]),
-            )
-            base = self._known.setdefault(key, self._next)
-            if base == self._next:
+        inside = np.where(finals >= firsts, self._base[finals, firsts], 0)
+        numbers = (
+            self._base[lasts, firsts + 1],
+            inside,
+            line.kept[here],
+            line.plain[here],
+            line.again[here],
+        )
+        keys = list(zip(*(part.tolist() for part in numbers), strict=True))
+        new: list[int] = []
+        # Most rows differ in these numbers: only few are compared in all.
+        known: dict[tuple, list[int]] = {}
+        for row in np.argsort(-most[here], kind="stable").tolist():
+            others = known.setdefault(keys[row], [])
+            for other in others:
+                if all(np.array_equal(p[row], p[other]) for p in split[1:]):
+                    base = self._base[lasts[other], firsts[other]]
+                    break
+            else:
+                others.append(row)
                 new.append(row)
-                self._next += int(most[row]) + 1 + _LARGEST_CELL
-            self._base[last, first] = base
+                base = self._next
+                self._next += int(most[lasts[row], firsts[row]]) + 1
+                self._next += 2 * _LARGEST_CELL
+            self._base[lasts[row], firsts[row]] = base
+        self.num_rows += len(new)
         return np.array(new, np.int64)
 
     def _fill(self, firsts, lasts, keeps, split, size: int) -> None:
@@ -181,7 +184,7 @@ class Table:
         sums = windows[_at(parts.rest.reshape(2, -1)[:, index], begin)]
         sums += windows[_at(parts.inside.reshape(2, -1)[:, index], begin)]
         sums += parts.again.ravel()[index, None]
-        _forbid(sums, split.begins.ravel()[index] - begin)
+        _forbid(sums, split.forward.ravel()[index] - begin)
         done = 0
         for num in np.bincount(rank):
             lowest = found[:num]
@@ -194,8 +197,8 @@ class Table:
     def _choose(self, parts, keeps, begins, ends):
         """The best at the ends of cells, `[row, end]`, and the segments that
         are better within a cell: `[row, segment, cell]`."""
-        sums = self._values[_at(parts.rest[..., None], ends[:, None])]
-        sums += self._values[_at(parts.inside[..., None], ends[:, None])]
+        sums = self._values.take(_at(parts.rest[..., None], ends[:, None]))
+        sums += self._values.take(_at(parts.inside[..., None], ends[:, None]))
         sums += parts.again[:, :, None]
         np.copyto(sums, np.inf, where=ends[:, None] < begins[:, :, None])
         best = self._values[_at(parts.kept[..., None], ends)]
@@ -246,9 +249,10 @@ class Table:
 
     def _split(self, first: int, last: int, slots: int):
         """The best segment to begin with, what is after it, and its inside."""
-        row = np.array([first]), np.array([last])
-        split = self._line.splits(*row, self._least)
-        parts = self._parts(*row, split)
+        firsts, lasts = self._line.windows[last - first]
+        row = np.searchsorted(firsts, [first])
+        split = self._line.splits(last - first, self._least, row)
+        parts = self._parts(firsts[row], lasts[row], split)
         sums = self._values[_at(parts.rest, slots)]
         sums += self._values[_at(parts.inside, slots)]
         sums += parts.again
@@ -282,7 +286,7 @@ def _at(row, memory):
 
     What is there means nothing if the memory will not do.
     """
-    return np.clip(row[0] + memory, 0, row[1])
+    return np.minimum(row[0] + memory, row[1])
 
 
 def _forbid(values, counts) -> None:

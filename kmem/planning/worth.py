@@ -53,9 +53,10 @@ def _lower(line: SlottedLine, first: int, lower, upper, buffer) -> np.ndarray:
         For each segment, the most memory with which it may be worth it.
     """
     last = line.num_blocks - 1
-    row = np.array([first]), np.array([last])
-    split = line.splits(*row, np.zeros_like(line.enough))
-    stops, held, waiting, begins = (part[0] for part in split)
+    # The rest is the last of the sub-chains that are as long.
+    row = slice(-1, None)
+    split = line.splits(last - first, np.zeros_like(line.enough), row)
+    stops, held, waiting, _, begins = (part[0] for part in split)
     again = line.again[stops - 1, first]
     inside = line.enough[stops - 1, first] + waiting
     # Beyond that everything is kept.
