@@ -1,5 +1,8 @@
 """The general solver: optimal where that is known, within budget always."""
 
+import os
+import pathlib
+import subprocess
 import sys
 
 import planning_graphs
@@ -131,3 +134,22 @@ def test_ortools_stays_out_of_the_process_that_asks():
     solution = solve(planning_graphs.unit_chain(8), 4)
     assert solution.is_optimal
     assert "ortools" not in sys.modules
+
+
+@pytest.mark.parametrize("used", ["Series", "DataFrame"])
+def test_an_ortools_that_wants_more_of_pandas_gets_it(tmp_path, used):
+    (tmp_path / "pandas.py").write_text("DataFrame = Series = 'the real one'")
+    package = tmp_path / "ortools" / "sat" / "python"
+    package.mkdir(parents=True)
+    for folder in (package, *package.parents[:2]):
+        (folder / "__init__.py").touch()
+    (package / "cp_model.py").write_text(f"import pandas as p; x = p.{used}")
+    code = (
+        "from cpsat_process import import_quickly\n"
+        "print(import_quickly().x == 'the real one')"
+    )
+    solvers = str(pathlib.Path(cpsat.__file__).parent)
+    python = [sys.executable, "-c", code]
+    paths = {"PYTHONPATH": os.pathsep.join((str(tmp_path), solvers))}
+    done = subprocess.run(python, env=paths, capture_output=True, text=True)
+    assert done.stdout.split() == [str(used == "DataFrame")], done.stderr

@@ -8,17 +8,36 @@ its input is a Boolean program as JSON, each line of its output an answer.
 
 import json
 import sys
+import types
 
 
 def main() -> None:
     # The folder of a script is on the path first: its modules must not be
     # taken for others of the same name.
     del sys.path[0]
-    from ortools.sat.python import cp_model
-
+    cp_model = import_quickly()
     for line in sys.stdin:
         answer = solve(cp_model, json.loads(line))
         print(json.dumps(answer), flush=True)
+
+
+def import_quickly() -> types.ModuleType:
+    """Imports OR-tools without pandas if it can be done.
+
+    Pandas takes longer to import than all the rest. OR-tools names it in the
+    types of functions that make tables of variables; nothing here has any.
+    """
+    stand_in = types.ModuleType("pandas")
+    names = "Index", "Series"
+    vars(stand_in).update({name: type(name, (), {}) for name in names})
+    sys.modules["pandas"] = stand_in
+    try:
+        from ortools.sat.python import cp_model
+    except Exception:
+        # Another version of OR-tools, which wants more of it.
+        del sys.modules["pandas"]
+        from ortools.sat.python import cp_model
+    return cp_model
 
 
 def solve(cp_model, program: dict) -> dict:
