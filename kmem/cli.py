@@ -107,6 +107,7 @@ def _info(args: argparse.Namespace) -> int:
     import numpy as np
     import tensorflow as tf
 
+    from kmem import cache
     from kmem import native
     from kmem import versions
 
@@ -118,7 +119,7 @@ def _info(args: argparse.Namespace) -> int:
         ("Python", sys.version.split()[0]),
         ("devices", ", ".join(_devices())),
         ("compiler", " ".join(native.find_compiler() or ["none found"])),
-        ("cache folder", native.cache_folder()),
+        ("cache folder", cache.folder()),
         ("native library", _library()),
         ("allocator", _allocator()),
     ]

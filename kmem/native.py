@@ -6,9 +6,9 @@ installed, on first use or ahead of time by `kmem build`. All that is needed
 is a C++ compiler; without one, everything in kmem that needs no native code
 works.
 
-The result is kept in the user's own cache folder, never in a shared one: a
-library found there is loaded into the process. What this module does not do:
-remove libraries that were built for another TensorFlow or an older kmem.
+The result is kept in the user's own cache folder (`kmem.cache`). What this
+module does not do: remove libraries that were built for another TensorFlow or
+an older kmem.
 """
 
 import contextlib
@@ -21,12 +21,13 @@ import pathlib
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+
+from kmem import cache
 
 _FLAGS = ("-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -78,14 +79,6 @@ def sources_folder() -> pathlib.Path:
     return installed if installed.is_dir() else package.parent / "custom_ops"
 
 
-def cache_folder() -> pathlib.Path:
-    """Where the library is kept. It may not exist yet."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # The XDG specification: ignore it then.
-        base = os.path.join(os.path.expanduser("~"), ".cache")
-    return pathlib.Path(base) / "kmem"
-
-
 def find_compiler() -> list[str] | None:
     """The command that compiles C++: `$CXX`, else the first one found."""
     if os.environ.get("CXX", "").strip():
@@ -101,10 +94,11 @@ def find_compiler() -> list[str] | None:
 
 def find_library() -> pathlib.Path | None:
     """The library, if it was built for exactly this installation."""
-    folder = cache_folder()
+    folder = cache.folder()
     if not folder.exists():
         return None
-    _check_private(folder)
+    with _explained():
+        cache.check_private(folder)
     compiler = find_compiler()
     if compiler:
         paths = [folder / _library_name(compiler)]
@@ -133,16 +127,9 @@ def build(force: bool = False) -> pathlib.Path:
     compiler = find_compiler()
     if compiler is None:
         raise NativeLibraryError(_NO_COMPILER)
-    folder = cache_folder()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise NativeLibraryError(
-            f"kmem cannot make its cache folder {folder}: {error.strerror}. "
-            "Set the environment variable XDG_CACHE_HOME to a folder of "
-            "yours that can be written to."
-        ) from error
-    _check_private(folder)
+    folder = cache.folder()
+    with _explained():
+        cache.make_private(folder)
     path = folder / _library_name(compiler)
     with _locked(folder / "lock"):
         # Another process may have built it while this one waited.
@@ -372,23 +359,13 @@ def _link_flags() -> list[str]:
     return [*tf.sysconfig.get_link_flags(), "-l:libtensorflow_cc.so.2"]
 
 
-def _check_private(folder: pathlib.Path) -> None:
-    """Raises if others could put a library into the folder."""
-    status = folder.stat()
-    if not stat.S_ISDIR(status.st_mode):
-        problem = "is not a folder"
-    elif status.st_uid != os.geteuid():
-        problem = "belongs to another user"
-    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        problem = "can be written to by other users"
-    else:
-        return
-    raise NativeLibraryError(
-        f"kmem's cache folder {folder} {problem}, and a library found there "
-        "would be loaded into this process. It must be a folder of yours "
-        f"that only you can write to: `chmod 700 {folder}`, or set the "
-        "environment variable XDG_CACHE_HOME to another place."
-    )
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turns what is wrong with the cache folder into an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise NativeLibraryError(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import re
 import keras
 import tensorflow as tf
 
-from kmem import native
+from kmem import cache
 from kmem.planning.plan import Plan
 from kmem.versions import __version__
 
@@ -41,6 +41,12 @@ def find(key: tuple, in_use_bytes: int) -> Plan | None:
         return _kept[name][1]
     if _ADDRESS.search(repr(key)):
         return None
+    try:
+        for folder in (_folder().parent, _folder()):
+            cache.check_private(folder)
+    except OSError:
+        # Nothing was kept, or somebody else could have changed it.
+        return None
     for path in sorted(_folder().glob(f"{name}-*.json")):
         try:
             plan = Plan.load(path)
@@ -54,7 +60,7 @@ def find(key: tuple, in_use_bytes: int) -> Plan | None:
 
 
 def keep(key: tuple, in_use_bytes: int, plan: Plan) -> None:
-    """Keeps a plan; on disk, if the folder can be written to.
+    """Keeps a plan; on disk, if the folder is the user's alone.
 
     Args:
         key: What it was made for.
@@ -69,8 +75,8 @@ def keep(key: tuple, in_use_bytes: int, plan: Plan) -> None:
         return
     folder = _folder()
     with contextlib.suppress(OSError):
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        cache.make_private(folder.parent)
+        cache.make_private(folder)
         plan.save(folder / f"{name}-{in_use_bytes}.json")
 
 
@@ -83,7 +89,7 @@ def _serves(before: int, plan: Plan, now: int) -> bool:
 
 
 def _folder() -> pathlib.Path:
-    return native.cache_folder() / "plans"
+    return cache.folder() / "plans"
 
 
 def _name(key: tuple) -> str:

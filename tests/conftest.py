@@ -12,6 +12,7 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import kmem
+from kmem import cache
 from kmem import native
 from kmem import plan_cache
 
@@ -84,4 +85,4 @@ def fresh_python(tmp_path):
 @pytest.fixture(scope="session")
 def python():
     """Fresh processes in which the native library is built, if it can be."""
-    return Python(native.cache_folder().parent)
+    return Python(cache.folder().parent)

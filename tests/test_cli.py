@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from kmem import cache
 from kmem import cli
 from kmem import native
 from kmem import versions
@@ -17,7 +18,7 @@ def test_info_shows_what_a_bug_report_needs(capsys):
     rows = dict(line.split(maxsplit=1) for line in output.splitlines())
     assert rows["kmem"] == versions.__version__
     assert set(rows) >= {"TensorFlow", "Keras", "NumPy", "Python", "devices"}
-    assert rows["cache"] == f"folder    {native.cache_folder()}"
+    assert rows["cache"] == f"folder    {cache.folder()}"
     assert "CPU:0" in rows["devices"]
 
 

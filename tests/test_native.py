@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from kmem import cache
 from kmem import native
 
 needs_compiler = pytest.mark.skipif(
@@ -113,7 +114,7 @@ def test_the_cache_folder_is_the_users_alone(compiler):
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 def test_a_folder_that_others_can_write_to_is_refused(compiler, mode):
-    folder = native.cache_folder()
+    folder = cache.folder()
     folder.mkdir(parents=True)
     folder.chmod(mode)
     for function in (native.find_library, native.build):
@@ -146,7 +147,7 @@ def test_a_cache_folder_that_cannot_be_made_is_named(compiler, monkeypatch):
 def test_a_relative_cache_home_is_ignored(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert native.cache_folder() == pathlib.Path("/home/somebody/.cache/kmem")
+    assert cache.folder() == pathlib.Path("/home/somebody/.cache/kmem")
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path, compiler):
@@ -159,7 +160,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, compiler):
     assert str(script) in message
     assert "budget_allocator.cc" in message
     assert native.find_library() is None
-    assert [path.name for path in native.cache_folder().iterdir()] == ["lock"]
+    assert [path.name for path in cache.folder().iterdir()] == ["lock"]
 
 
 def test_without_a_compiler_the_error_says_how_to_get_one(

@@ -67,6 +67,19 @@ def test_a_folder_that_cannot_be_written_to_does_no_harm(plan, folder):
     assert plan_cache.find(KEY, 1000) is plan
 
 
+@pytest.mark.parametrize("shared", ["k", "k/plans"])
+def test_what_others_could_have_written_is_not_read(
+    plan, folder, tmp_path, monkeypatch, shared
+):
+    plan_cache.keep(KEY, 1000, plan)
+    (tmp_path / shared).chmod(0o770)
+    forget(monkeypatch)
+
+    assert plan_cache.find(KEY, 1000) is None
+    plan_cache.keep(KEY, 2000, plan)
+    assert len(list(folder.iterdir())) == 1
+
+
 def test_what_has_an_address_is_kept_in_this_process_only(plan, folder):
     plan_cache.keep((object(),), 1000, plan)
 

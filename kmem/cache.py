@@ -1,0 +1,65 @@
+"""The user's own folder for what kmem keeps: its native library, and plans.
+
+A library found there is loaded into the process, and a plan decides what a
+model's training step runs. So the folder is used only if it is the user's and
+nobody else can write to it. What this module does not do: decide what is kept
+there, or remove it.
+"""
+
+import os
+import pathlib
+import stat
+
+
+def folder() -> pathlib.Path:
+    """Where things are kept. It may not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # The XDG specification: ignore it then.
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(base) / "kmem"
+
+
+def make_private(path: pathlib.Path) -> None:
+    """Makes a folder that only the user can use, unless it is there.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        OSError: If it cannot be made, or if others could write to it.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"kmem cannot make its cache folder {path}: {error.strerror}. "
+            "Set the environment variable XDG_CACHE_HOME to a folder of "
+            "yours that can be written to."
+        ) from error
+    check_private(path)
+
+
+def check_private(path: pathlib.Path) -> None:
+    """Checks that nobody else could have put something into a folder.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        OSError: If somebody could have, or if there is no such folder.
+    """
+    status = path.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        problem = "is not a folder"
+    elif status.st_uid != os.geteuid():
+        problem = "belongs to another user"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = "can be written to by other users"
+    else:
+        return
+    raise PermissionError(
+        f"kmem's cache folder {path} {problem}, and what is found there would "
+        "be used in this process. It must be a folder of yours that only you "
+        f"can write to: `chmod 700 {path}`, or set the environment variable "
+        "XDG_CACHE_HOME to another place."
+    )
