@@ -6,12 +6,16 @@ parsed. It knows nothing of models: what an option does is elsewhere.
 
 import dataclasses
 import difflib
-import math
-import numbers
 import os
 from typing import Any
 from typing import Literal
 
+from kmem.checks import budget
+from kmem.checks import is_integer
+from kmem.checks import is_real
+from kmem.checks import one_of
+from kmem.checks import positive_int
+from kmem.checks import set_fields
 from kmem.units import parse_size
 
 # Of DTR: those of custom_ops/dtr/heuristic.h.
@@ -36,7 +40,7 @@ class MicroBatches:
     count: int
 
     def __post_init__(self):
-        _set(self, count=_positive_int(self.count, "microbatches"))
+        set_fields(self, count=positive_int(self.count, "microbatches"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +59,7 @@ class GradientAccumulation:
 
     def __post_init__(self):
         name = "gradient_accumulation_steps"
-        _set(self, steps=_positive_int(self.steps, name))
+        set_fields(self, steps=positive_int(self.steps, name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +87,8 @@ class MixedPrecision:
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self):
-        _one_of(self.dtype, "mixed_precision", ("bfloat16", "float16"))
-        if not (_is_real(self.initial_scale) and self.initial_scale > 0):
+        one_of(self.dtype, "mixed_precision", ("bfloat16", "float16"))
+        if not (is_real(self.initial_scale) and self.initial_scale > 0):
             raise ValueError(
                 "`initial_scale` must be a positive number. "
                 f"Received: initial_scale={self.initial_scale!r}"
@@ -94,9 +98,9 @@ class MixedPrecision:
                 "`exclude` must be a sequence of layer names. "
                 f"Received: exclude={self.exclude!r}"
             )
-        _set(
+        set_fields(
             self,
-            dynamic_growth_steps=_positive_int(
+            dynamic_growth_steps=positive_int(
                 self.dynamic_growth_steps, "dynamic_growth_steps"
             ),
             exclude=tuple(self.exclude),
@@ -129,10 +133,10 @@ class Genetic:
 
     def __post_init__(self):
         for name in ("thresh_nr_try", "genetic_pool_size", "num_worker"):
-            _set(self, **{name: _positive_int(getattr(self, name), name)})
+            set_fields(self, **{name: positive_int(getattr(self, name), name)})
         for name in ("genetic_nr_iter", "lb_memory_mb"):
             value = getattr(self, name)
-            if not (_is_integer(value) and value >= 0):
+            if not (is_integer(value) and value >= 0):
                 raise ValueError(
                     f"`{name}` must be a non-negative integer. "
                     f"Received: {name}={value!r}"
@@ -161,9 +165,9 @@ class Remat:
 
     def __post_init__(self):
         if self.budget != "auto":
-            _set(self, budget=_budget(self.budget, "remat"))
+            set_fields(self, budget=budget(self.budget, "remat"))
         if not isinstance(self.solver, Genetic):
-            _one_of(self.solver, "solver", ("optimal", "sqrt"))
+            one_of(self.solver, "solver", ("optimal", "sqrt"))
         given = self.plan is not None
         if given and not (_is_plan(self.plan) and self.budget == "auto"):
             raise ValueError(
@@ -185,6 +189,8 @@ class DTR:
             at each eviction.
         heuristic: What is evicted first: `"dtr_eq"`, `"dtr"`, `"ancestors"`,
             `"msps"`, `"local"`, `"size_staleness"`, `"lru"` or `"random"`.
+        compile: `"layers"`: calls of Keras's own layers run as one operator
+            each, in `fit`. `None`: everything runs operator by operator.
 
     Raises:
         ValueError: If a field is not of this form.
@@ -194,13 +200,15 @@ class DTR:
     evictee_minimum_size: int | str = "1MB"
     enable_sqrt_sampling: bool = False
     heuristic: str = "dtr_eq"
+    compile: Literal["layers"] | None = None
 
     def __post_init__(self):
         for name in ("eviction_threshold", "evictee_minimum_size"):
             value = getattr(self, name)
-            if not (_is_integer(value) and value == 0):
-                _set(self, **{name: parse_size(value, name)})
-        _one_of(self.heuristic, "heuristic", HEURISTICS)
+            if not (is_integer(value) and value == 0):
+                set_fields(self, **{name: parse_size(value, name)})
+        one_of(self.heuristic, "heuristic", HEURISTICS)
+        one_of(self.compile, "compile", ("layers", None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,16 +236,16 @@ class Sharding:
     accumulate: Literal["sharded", "local"] = "sharded"
 
     def __post_init__(self):
-        _one_of(self.stage, "sharding", ("full", "gradients", "optimizer"))
-        _one_of(self.accumulate, "accumulate", ("sharded", "local"))
+        one_of(self.stage, "sharding", ("full", "gradients", "optimizer"))
+        one_of(self.accumulate, "accumulate", ("sharded", "local"))
         for name in ("gather_dtype", "reduce_dtype"):
-            _one_of(
+            one_of(
                 getattr(self, name),
                 name,
                 (None, "float32", "bfloat16", "float16"),
             )
         if self.units is not None:
-            _set(self, units=tuple(self.units))
+            set_fields(self, units=tuple(self.units))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +291,7 @@ class MemoryOptions:
         for name, parse in _PARSERS.items():
             value = getattr(self, name)
             if value is not None:
-                _set(self, **{name: parse(value)})
+                set_fields(self, **{name: parse(value)})
         if self.remat is not None and self.dtr is not None:
             raise ValueError(
                 "`remat` and `dtr` exclude each other: both decide what is "
@@ -340,7 +348,7 @@ def _parse_as(option):
 
 
 _PARSERS = {
-    "memory_budget": lambda value: _budget(value, "memory_budget"),
+    "memory_budget": lambda value: budget(value, "memory_budget"),
     "microbatches": _parse_as(MicroBatches),
     "gradient_accumulation_steps": _parse_as(GradientAccumulation),
     "mixed_precision": _parse_as(MixedPrecision),
@@ -348,50 +356,3 @@ _PARSERS = {
     "dtr": _parse_dtr,
     "sharding": _parse_as(Sharding),
 }
-
-
-def _set(option, **fields) -> None:
-    """Replaces fields of a frozen dataclass while it is being made."""
-    for name, value in fields.items():
-        object.__setattr__(option, name, value)
-
-
-def _is_integer(value) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _is_real(value) -> bool:
-    return (
-        isinstance(value, numbers.Real)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    )
-
-
-def _positive_int(value, name: str) -> int:
-    if not (_is_integer(value) and value > 0):
-        raise ValueError(
-            f"`{name}` must be a positive integer. Received: {name}={value!r}"
-        )
-    return int(value)
-
-
-def _one_of(value, name: str, choices: tuple) -> None:
-    if value not in choices:
-        listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(
-            f"`{name}` must be one of {listed}. Received: {name}={value!r}"
-        )
-
-
-def _budget(value, name: str) -> int | float:
-    """Bytes, or a share in (0, 1] which stays a float."""
-    if _is_real(value) and not _is_integer(value):
-        if not 0 < value <= 1:
-            raise ValueError(
-                f"`{name}` as a float is a share and must be in (0, 1]. "
-                f'Give bytes as an integer or as "2GB". '
-                f"Received: {name}={value!r}"
-            )
-        return float(value)
-    return parse_size(value, name)

@@ -19,6 +19,7 @@ from kmem import capture
 from kmem import precision
 from kmem.accumulation import Updater
 from kmem.accumulation import build_optimizer
+from kmem.dtr.blocks import Blocks
 from kmem.dtr.device import DeviceSession
 from kmem.keras_graph import applying
 from kmem.keras_graph import matching
@@ -63,6 +64,8 @@ class Session:
         self._plan = options.remat.plan if options.remat else None
         self._frame = planned_frame(model, options) if self._plan else None
         self._dtr = DeviceSession(options.dtr) if options.dtr else None
+        compiles = options.dtr is not None and options.dtr.compile is not None
+        self._blocks = Blocks(model) if compiles else None
         is_default = (
             getattr(model.train_step, "__func__", None)
             is keras.Model.train_step
@@ -221,8 +224,14 @@ class Session:
     def _precision(self):
         return option_precision(self.model, self.options)
 
+    @contextlib.contextmanager
     def _device(self):
-        return self._dtr.scope() if self._dtr else contextlib.nullcontext()
+        with contextlib.ExitStack() as stack:
+            if self._dtr is not None:
+                stack.enter_context(self._dtr.scope())
+            if self._blocks is not None:
+                stack.enter_context(self._blocks.compiled())
+            yield
 
     def _remat(self):
         if self._plan is None or self._frame is None:

@@ -116,7 +116,11 @@ Status Runtime::SettleReaders(Tensor* tensor) {
   // Handles, so that each outlives the settling of the others.
   for (Tensor* output : held) Retain(output);
   Status status;
-  // The nearest first: those further on may be made from them.
+  // The latest first: what an operator has made for those alone that are
+  // settled already need not be there.
+  std::sort(held.begin(), held.end(), [](Tensor* one, Tensor* other) {
+    return one->maker->number > other->maker->number;
+  });
   for (Tensor* output : held) {
     if (status.ok()) status = Settle(output);
   }

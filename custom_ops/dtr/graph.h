@@ -78,6 +78,7 @@ struct Operator {
   bool pure = true;          // Can run again, with the same results.
   void* work = nullptr;      // What the driver needs to run it again.
   size_t position = 0;       // Among the runtime's operators.
+  int64_t number = 0;        // In the order in which they were recorded.
 };
 
 // Calls `visit` with every storage that is read to make `storage`, and itself

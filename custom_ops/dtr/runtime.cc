@@ -28,6 +28,7 @@ Operator* Runtime::Record(const std::vector<Tensor*>& inputs,
   operators_.push_back(std::make_unique<Operator>());
   Operator* op = operators_.back().get();
   op->position = operators_.size() - 1;
+  op->number = ++num_recorded_;
   op->nanoseconds = nanoseconds;
   op->pure = pure;
   op->work = work;

@@ -171,6 +171,7 @@ class Runtime {
   Options options_;
   Candidates candidates_;
   std::vector<std::unique_ptr<Operator>> operators_;
+  int64_t num_recorded_ = 0;
   Statistics counts_;  // But for what `statistics` adds.
 };
 

@@ -312,6 +312,21 @@ void NothingNeedsASourceWhoseReadersAreSettled() {
   CHECK_EQUAL(session.driver.bytes, session.runtime.live_bytes());
 }
 
+// As in the backward pass of a function, which hands on a gradient and leaves
+// that of a variable behind.
+void NothingRunsForWhatIsSettledAsWell() {
+  Session session;
+  Tensor* old_value = session.MakeSource(10);
+  const auto first = session.Run({old_value}, {{10}, {10}});
+  Tensor* last = session.Make({first[1]}, 10);
+  session.Release({first[1]});
+  CHECK_TRUE(!first[1]->defined);
+  CHECK_TRUE(session.runtime.SettleReaders(old_value).ok());
+  CHECK_TRUE(old_value->readers.empty());
+  CHECK_EQUAL(session.runtime.statistics().num_recomputations, 0);
+  session.Release({first[0], last});
+}
+
 void ASettledViewKeepsItsStorage() {
   Session session;
   Tensor* x = session.MakeSource(10);
@@ -363,6 +378,7 @@ int main() {
   AHandleMayGoWhileItsTensorIsRead();
   WhatIsSettledStandsOnItsOwn();
   NothingNeedsASourceWhoseReadersAreSettled();
+  NothingRunsForWhatIsSettledAsWell();
   ASettledViewKeepsItsStorage();
   AnUnwantedSiblingOfWhatIsSettledKeepsNothing();
   return 0;

@@ -119,6 +119,7 @@ class DeviceSession:
                     _latest.session = self
                     yield
             finally:
+                _forget_zeros()
                 self._library.kmem_dtr_end()
         finally:
             _in_use.release()
@@ -188,6 +189,15 @@ def _register(library: ctypes.CDLL) -> None:
         _context(), message, ctypes.c_int64(len(message))
     ):
         raise RuntimeError(message.value.decode())
+
+
+def _forget_zeros() -> None:
+    """Lets go of what TensorFlow keeps on the device as the gradient of what
+    a loss does not depend on. The cache is private in TensorFlow."""
+    from tensorflow.python.eager import context
+
+    current: Any = context.context()
+    current.zeros_cache().flush()
 
 
 def _context() -> ctypes.c_void_p:

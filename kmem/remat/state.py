@@ -113,18 +113,23 @@ class FirstRun(_Scope):
             return known
         # Not on a loop's graph, nor seen by those who look for raw variables.
         with _as_default(self._graph), self._watcher.stop_recording():
-            outer = self.original_scope
-            value = None if outer is None else outer.get_current_value(variable)
-            # `_value` is private in Keras; see `capture.DiscardedState`.
-            value = variable._value if value is None else value
+            value = self._value_at_entry(variable)
             if value is None:
                 self.unbuilt = True
                 return None
-            value = tf.convert_to_tensor(value)
             self.entry.append((variable, value))
-            value = untracked(value)
+            value = self._value_to_use(value)
         self.state_mapping[id(variable)] = value
         return value
+
+    def _value_at_entry(self, variable):
+        outer = self.original_scope
+        value = None if outer is None else outer.get_current_value(variable)
+        value = held(variable) if value is None else value
+        return None if value is None else tf.convert_to_tensor(value)
+
+    def _value_to_use(self, value):
+        return untracked(value)
 
     def add_update(self, update):
         variable, _ = update
@@ -185,6 +190,12 @@ class SecondRun(_Scope):
         self._watched[id(variable)].append(value)
 
 
+def held(variable) -> tf.Variable | None:
+    """TensorFlow's variable behind Keras's; `None` if it has none yet."""
+    # `_value` is private in Keras; see `capture.DiscardedState`.
+    return variable._value
+
+
 def untracked(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor as a constant, to every tape."""
     return tf.stop_gradient(tensor) if is_differentiable(tensor) else tensor
@@ -196,6 +207,17 @@ def ambient() -> dict[str, Any]:
         name: copy.copy(global_state.get_global_attribute(name))
         for name in _AMBIENT
     }
+
+
+def ambient_key() -> tuple:
+    """What of it a layer's call may depend on, to be compared."""
+    call, autocast = map(global_state.get_global_attribute, _AMBIENT)
+    return getattr(call, "training", None), getattr(autocast, "dtype", None)
+
+
+def within_scope() -> bool:
+    """Whether variables are not read and assigned as they are."""
+    return global_state.get_global_attribute("stateless_scope") is not None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,200 @@
+"""`kmem.DTR(compile="layers")`: the same numbers, with one operator a layer."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import kmem
+from kmem.dtr import blocks
+from kmem.dtr.blocks import Blocks
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The compiled calls that were made, as `(layer, shapes)`."""
+    made = []
+
+    class CompiledCall(blocks.CompiledCall):
+        def __init__(self, function, join, specs):
+            super().__init__(function, join, specs)
+            shapes = [tuple(spec.shape) for spec in specs]
+            made.append((function.__self__.name, shapes))
+
+    monkeypatch.setattr(blocks, "CompiledCall", CompiledCall)
+    return made
+
+
+def gradients(model, x, compile, steps=2):
+    """Outputs, losses, gradients and variables after some calls."""
+    within = Blocks(model).compiled if compile else contextlib.nullcontext
+    found = []
+    for _ in range(steps):
+        with within(), tf.GradientTape() as tape:
+            tape.watch(x)
+            y = model(x, training=True)
+            loss = tf.add_n([tf.reduce_sum(tf.sin(y)), *model.losses])
+        found += [y, loss, tape.gradient(loss, [x, *model.trainable_weights])]
+    found += [variable.value for variable in model.variables]
+    return [
+        tf.convert_to_tensor(tensor).numpy()
+        for tensor in tf.nest.flatten(found)
+        if tensor is not None
+    ]
+
+
+def check_same(make, x):
+    """Compares a model that is compiled with one that is not."""
+    x = tf.constant(x)
+    keras.utils.set_random_seed(1)
+    plain = make()
+    plain(x)
+    copy = make()
+    copy(x)
+    for one, other in zip(plain.variables, copy.variables, strict=True):
+        other.assign(one)
+    want = gradients(plain, x, compile=False)
+    got = gradients(copy, x, compile=True)
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def rows(*shape):
+    return np.random.default_rng(4).normal(size=shape).astype("float32")
+
+
+def sequential(*parts):
+    return lambda: keras.Sequential([part() for part in parts])
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (layers.BatchNormalization, "batch_normalization"),
+        (layers.LayerNormalization, "layer_normalization"),
+        (lambda: layers.Dropout(0.5), "dropout"),
+        (lambda: layers.Dense(8, "gelu"), "dense"),
+        (lambda: layers.GRU(4, return_sequences=True), "gru_cell"),
+        (lambda: layers.Bidirectional(layers.LSTM(4)), "lstm_cell"),
+        (
+            lambda: layers.BatchNormalization(dtype="mixed_bfloat16"),
+            "batch_normalization",
+        ),
+    ],
+)
+def test_a_layer_has_its_numbers_when_it_is_compiled(make, name, compiled):
+    check_same(sequential(make), rows(6, 5, 8))
+
+    assert compiled
+    assert all(layer.startswith(name) for layer, _ in compiled)
+
+
+class Attends(layers.Layer):
+    """The user's own: a residual block."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(2, 4, dropout=0.2)
+        self.norm = layers.LayerNormalization()
+        self.num_calls = 0
+
+    def call(self, x):
+        self.num_calls += 1
+        return x + self.attention(self.norm(x), x) * x
+
+
+def test_gradients_add_up_in_the_order_of_plain_eager(compiled):
+    check_same(sequential(Attends, Attends), rows(4, 6, 8))
+
+    assert len(compiled) == 4
+
+
+def test_a_layer_of_the_users_own_runs_its_python(compiled):
+    layer = Attends()
+    model = keras.Sequential([layer])
+    model(rows(2, 3, 8))
+    before = layer.num_calls
+    gradients(model, tf.constant(rows(2, 3, 8)), compile=True, steps=3)
+
+    assert layer.num_calls == before + 3
+    assert {name for name, _ in compiled} == {
+        layer.attention.name,
+        layer.norm.name,
+    }
+
+
+def test_masks_are_handed_on():
+    ids = np.array([[1, 2, 0, 0], [3, 1, 2, 0]])
+
+    def make():
+        inputs = keras.Input((4,), dtype="int32")
+        x = layers.Embedding(4, 8, mask_zero=True)(inputs)
+        x = layers.LayerNormalization()(x)
+        x = layers.MultiHeadAttention(2, 4)(x, x)
+        return keras.Model(inputs, layers.GRU(3)(x))
+
+    check_same(make, ids)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        # Keeps a mask from one call of its cell to the next.
+        lambda: layers.LSTM(4, recurrent_dropout=0.5),
+        # Its Python is the user's.
+        lambda: layers.Lambda(lambda x: tf.sin(tf.cos(tf.exp(-tf.abs(x))))),
+        # Few operations.
+        lambda: layers.Dense(3),
+    ],
+)
+def test_what_cannot_be_compiled_runs_as_it_is(make, compiled):
+    check_same(sequential(make), rows(3, 4, 5))
+
+    assert not compiled
+
+
+def test_a_frozen_layer_has_no_gradient_and_keeps_its_statistics():
+    def make():
+        frozen = layers.BatchNormalization(trainable=False)
+        return keras.Sequential([frozen, layers.BatchNormalization()])
+
+    check_same(make, rows(6, 8))
+
+
+def test_it_is_traced_a_few_times_for_all_shapes(compiled):
+    model = sequential(layers.LayerNormalization)()
+    for length in range(1, 9):
+        for size in (2, 3):
+            gradients(model, tf.constant(rows(size, length, 8)), compile=False)
+    one = Blocks(model)
+    for length in range(1, 9):
+        for size in (2, 3):
+            with one.compiled():
+                model(rows(size, length, 8))
+
+    assert [shape for _, [shape] in compiled] == [
+        (2, 1, 8),
+        (None, 1, 8),
+        (None, None, 8),
+    ]
+
+
+def test_a_gradient_is_not_differentiated_again():
+    model = sequential(layers.LayerNormalization)()
+    x = tf.constant(rows(3, 8))
+    with Blocks(model).compiled(), tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = model(x)
+        with pytest.raises(ValueError, match=r'Received: compile="layers"'):
+            tape.gradient(y, x)
+
+
+def test_what_is_not_a_choice_is_refused():
+    with pytest.raises(ValueError, match="Received: compile='all'"):
+        kmem.DTR(compile="all")
