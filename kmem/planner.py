@@ -1,10 +1,7 @@
-"""Makes a plan for a model's training step: profile, solve, rehearse.
+"""Makes a plan for a model's training step, for `fit` and for `kmem.plan`.
 
-The solver plans for a drawing of the step. What a device really needs, with
-what TensorFlow fuses, reorders and allocates besides, is measured: the step
-is rehearsed with the plan, and if its peak is not as predicted, the
-difference counts as resident and the budget is planned for again. So a plan's
-predicted peak is one that was measured, where that was possible.
+The step is profiled once for models of one structure; the plan is then found,
+rehearsed and corrected (correcting.py), or comes from an earlier time.
 """
 
 import dataclasses
@@ -22,47 +19,22 @@ from kmem import plan_cache
 from kmem import xla
 from kmem.accumulation import build_optimizer
 from kmem.capture import all_layers
+from kmem.correcting import Corrector
+from kmem.correcting import Learned
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
 from kmem.keras_graph.recording import num_bytes
 from kmem.options import Genetic
 from kmem.options import MemoryOptions
 from kmem.options import Remat
-from kmem.planning.bounds import peak_lower_bound
 from kmem.planning.choosing import Chooser
-from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.plan import Plan
-from kmem.planning.solvers.flat import Point
-from kmem.rehearsal import rehearse
-from kmem.session import Session
 from kmem.session import option_precision
 
-# How often a plan is corrected, and from what on that is worth it.
-_MAX_REHEARSALS = 6
-_SLACK = 0.05
-# Steps do not all have the same peak: their operations' order differs.
-_MARGIN = 0.01
-_OUT_OF_MEMORY_STEP = 0.1
 _BATCHES_READY = 3
 _MAX_LEARNED = 8
 
-
-@dataclasses.dataclass
-class _Learned:
-    """What is known of models of one structure.
-
-    Attributes:
-        chooser: Their plans.
-        extra_bytes: What their steps need beyond what the drawing tells.
-        rehearsed: The plans that were run, with the same for each.
-    """
-
-    chooser: Chooser
-    extra_bytes: int = 0
-    rehearsed: dict[Point, int] = dataclasses.field(default_factory=dict)
-
-
-_learned: dict[tuple, _Learned] = {}
+_learned: dict[tuple, Learned] = {}
 
 
 def plan(
@@ -192,8 +164,8 @@ def make_plan(
     What is learned of a model serves all models of the same structure.
     """
     compiled = profiling.mode(model) == "xla"
-    if compiled:
-        xla.prefer_little_memory()
+    # The same plan has another peak in another of XLA's orders.
+    in_order = compiled and xla.prefer_little_memory()
     count = options.microbatches.count if options.microbatches else 1
     part = batches.part_of(batch, count)
     # The same for all budgets.
@@ -202,12 +174,13 @@ def make_plan(
         recording = profiling.record_batch(model, part)
         key = (
             *(matching.structure(recording), batches.to_json(batch), rest),
-            *(options.remat.solver, costs, profiling.mode(model)),
+            *(options.remat.solver, costs, profiling.mode(model), in_order),
             type(getattr(model, "optimizer", None)),
         )
     if model.compiled:
         # Its variables are in memory in every step.
-        build_optimizer(model.optimizer, model.trainable_variables)
+        with model.distribute_strategy.scope():
+            build_optimizer(model.optimizer, model.trainable_variables)
     gc.collect()
     in_use = memory.current()
     asked = *key, options.remat.budget, reserved_bytes
@@ -219,142 +192,14 @@ def make_plan(
         measured = costs == "measured"
         with option_precision(model, options):
             profile = profiling.measure(recording, measured, verbose, compiled)
-        learned = _Learned(Chooser(profile.network, options.remat.solver))
+        learned = Learned(Chooser(profile.network, options.remat.solver))
     _learned[key] = learned
     while len(_learned) > _MAX_LEARNED:
         _learned.pop(next(iter(_learned)))
-    planner = _Planner(model, batch, part, options, learned, in_use)
-    made = planner.plan(options.remat.budget, reserved_bytes)
+    corrector = Corrector(model, batch, part, options, learned, in_use)
+    made = corrector.plan(options.remat.budget, reserved_bytes)
     plan_cache.keep(asked, in_use, made)
     return made
-
-
-class _Planner:
-    """Plans one step, and corrects the plan by rehearsals."""
-
-    def __init__(
-        self, model, batch, part, options, learned: _Learned, in_use: int
-    ):
-        self._model = model
-        self._batch = batch
-        self._part = part
-        self._options = options
-        self._learned = learned
-        self._chooser = learned.chooser
-        replicas = model.distribute_strategy.num_replicas_in_sync
-        self._rehearses = model.compiled and replicas == 1
-        # What else is in memory is part of the peak.
-        self._in_use = in_use
-
-    def plan(self, budget: int | float | str, reserved: int) -> Plan:
-        resident = self._in_use + self._learned.extra_bytes
-        if budget == "auto":
-            return self._measured(self._chooser.auto(), None, resident)
-        if isinstance(budget, float):
-            everything = self._measured(
-                self._chooser.everything, None, resident
-            )
-            unplanned = everything.predicted_peak_bytes
-            budget = int(budget * (unplanned + reserved))
-            resident = everything.resident_bytes
-        return self._within(int(budget) - reserved, resident, reserved)
-
-    def _within(self, budget: int, resident: int, reserved: int) -> Plan:
-        """The fastest plan that keeps the budget when it is rehearsed."""
-        target = int((1 - _MARGIN) * budget)
-        best = self._known_within(target, budget)
-        if best and target - best.predicted_peak_bytes <= _SLACK * budget:
-            return best
-        tried: set[tuple] = set()
-        for attempt in range(_MAX_REHEARSALS):
-            last = attempt == _MAX_REHEARSALS - 1
-            point = self._point(target - resident, smallest=last)
-            if point.segments in tried and best is not None:
-                break
-            if point.segments in tried:
-                point = self._chooser.smallest
-            if point.segments in tried:
-                break
-            tried.add(point.segments)
-            found = self._measured(point, budget, resident)
-            excess = found.predicted_peak_bytes - target
-            if excess <= 0:
-                if best is None or found.slowdown < best.slowdown:
-                    best = found
-                if not found.segments or -excess <= _SLACK * budget:
-                    break
-            elif best is not None:
-                break
-            # The more attempts have failed, the more is left free.
-            resident = found.resident_bytes + attempt * max(excess, 0)
-        if best is None:
-            raise self._infeasible(budget, reserved)
-        return best
-
-    def _point(self, budget_bytes: int, smallest: bool) -> Point:
-        if not smallest:
-            try:
-                return self._chooser.within(budget_bytes)
-            except InfeasibleBudget:
-                # By the drawing; only a rehearsal can tell.
-                pass
-        return self._chooser.smallest
-
-    def _known_within(self, target: int, budget: int) -> Plan | None:
-        """The fastest of the plans that were rehearsed before."""
-        fit = [
-            point
-            for point, extra in self._learned.rehearsed.items()
-            if point.peak_bytes + extra + self._in_use <= target
-        ]
-        if not fit:
-            return None
-        point = min(fit, key=lambda point: point.seconds)
-        return self._measured(point, budget, self._in_use)
-
-    def _infeasible(self, budget: int, reserved: int) -> InfeasibleBudget:
-        drawn = self._chooser.smallest.peak_bytes
-        rehearsed = self._learned.rehearsed.items()
-        seen = [point.peak_bytes + extra for point, extra in rehearsed]
-        smallest = min(seen, default=drawn)
-        bound = min(peak_lower_bound(self._chooser.network.graph), drawn)
-        bound = min(bound + self._learned.extra_bytes, smallest)
-        return InfeasibleBudget(
-            budget + reserved,
-            int((smallest + self._in_use) / (1 - _MARGIN)) + 1 + reserved,
-            bound + self._in_use + reserved,
-        )
-
-    def _measured(self, point: Point, budget, resident) -> Plan:
-        """A plan, with the peak that it was seen to have if it can be run."""
-        made = self._made(point, budget, resident)
-        if not self._rehearses:
-            return made
-        extra = self._learned.rehearsed.get(point)
-        if extra is None:
-            options = dataclasses.replace(self._options, remat=Remat(plan=made))
-            peak = rehearse(Session(self._model, options), self._batch)
-            if peak is None:
-                peak = made.predicted_peak_bytes
-                peak += int(_OUT_OF_MEMORY_STEP * point.peak_bytes)
-            extra = peak - point.peak_bytes - self._in_use
-            self._learned.rehearsed[point] = extra
-        self._learned.extra_bytes = extra
-        return self._made(point, budget, self._in_use + extra)
-
-    def _made(self, point: Point, budget, resident) -> Plan:
-        model, solver = self._model, self._options.remat.solver
-        within = point.peak_bytes if budget is None else budget - resident
-        return Plan(
-            network=self._chooser.network,
-            segments=point.segments,
-            batch=batches.to_json(self._part),
-            mode=profiling.mode(model),
-            solver=solver if isinstance(solver, str) else "genetic",
-            budget_bytes=budget,
-            resident_bytes=resident,
-            lower_bound_seconds=self._chooser.lower_bound_seconds(within),
-        )
 
 
 def _pipeline_bytes(arguments: MutableMapping[str, Any], batch) -> int:
@@ -378,7 +223,8 @@ def _build(model: keras.Model, batch) -> None:
     if all(layer.built for layer in all_layers(model)):
         return
     x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
-    model(batches.made_up(batches.part_of(x, batches.num_rows(x) or 1)))
+    with model.distribute_strategy.scope():
+        model(batches.made_up(batches.part_of(x, batches.num_rows(x) or 1)))
 
 
 def _check_batch(made: Plan, options: MemoryOptions, batch) -> None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from kmem import batches
 from kmem import memory
+from kmem.keras_graph import profiling
 from kmem.session import Session
 
 # Those of a graph's operations that run side by side end in another order
@@ -29,23 +30,22 @@ def rehearse(session: Session, batch) -> int | None:
 
     Args:
         session: Whose step it is.
-        batch: The batch, as `tf.TensorSpec`s.
+        batch: A replica's batch, as `tf.TensorSpec`s.
 
     Returns:
-        The device's peak in bytes, or `None` if it ran out of memory.
+        The (first) device's peak in bytes, or `None` if it ran out of memory.
     """
     model: Any = session.model
     session.build()
-    data = tf.data.Dataset.from_tensors(batches.made_up(batch)).repeat()
     with unchanged(session):
         session.install(test_step=False)
         try:
             # As `fit` does: the graph of a step on a batch is another one.
-            iterator = iter(data)
+            iterator = _batches(model.distribute_strategy, batch)
             # The first run traces, and may take memory that no other does.
             model.train_function(iterator)
             peaks = []
-            for _ in range(_NUM_STEPS):
+            for _ in range(_num_steps(session)):
                 time.sleep(_PAUSE_SECONDS)
                 with memory.track() as usage:
                     model.train_function(iterator)
@@ -57,6 +57,24 @@ def rehearse(session: Session, batch) -> int | None:
         finally:
             session.remove()
             gc.collect()
+
+
+def _num_steps(session: Session) -> int:
+    """One, if XLA lays out the memory of a whole step when it compiles it."""
+    model, options = session.model, session.options
+    is_whole = (
+        options.gradient_accumulation_steps is None
+        and model.distribute_strategy.num_replicas_in_sync == 1
+    )
+    return 1 if is_whole and profiling.mode(model) == "xla" else _NUM_STEPS
+
+
+def _batches(strategy, batch) -> Iterator:
+    """Gives every replica the same batch, as often as asked."""
+    data = tf.data.Dataset.from_tensors(batches.made_up(batch)).repeat()
+    if strategy.num_replicas_in_sync == 1:
+        return iter(data)
+    return iter(strategy.distribute_datasets_from_function(lambda _: data))
 
 
 @contextlib.contextmanager

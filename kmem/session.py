@@ -30,6 +30,7 @@ from kmem.microbatch import GradientStep
 from kmem.options import MemoryOptions
 
 _TO_COME = ("memory_budget", "sharding")
+_TRACED_APART = ("microbatches", "gradient_accumulation_steps", "remat")
 _SESSIONS = "_kmem_sessions"
 _MAX_SESSIONS = 8
 
@@ -182,7 +183,8 @@ class Session:
 
     def build(self) -> None:
         """Makes the variables that the first step would make."""
-        build_optimizer(self._optimizer, self.model.trainable_variables)
+        with self.model.distribute_strategy.scope():
+            build_optimizer(self._optimizer, self.model.trainable_variables)
 
     def end_group(self) -> None:
         """Applies the last, incomplete group of batches."""
@@ -321,17 +323,22 @@ def check(model, options: MemoryOptions) -> None:
         )
     if options.dtr is not None:
         _check_dtr(model)
-    if (
-        options.microbatches is not None
-        and model.distribute_strategy.num_replicas_in_sync > 1
-    ):
-        for layer in capture.all_layers(model):
-            if getattr(layer, "synchronized", False):
-                raise ValueError(
-                    "`microbatches` cannot loop over layers that synchronize "
-                    "their replicas: make them with `synchronized=False`. "
-                    f"Received: layer={layer.name}"
-                )
+    if model.distribute_strategy.num_replicas_in_sync > 1:
+        _check_replicas(model, options)
+
+
+def _check_replicas(model, options: MemoryOptions) -> None:
+    """What replicas compute together cannot be traced by itself, as a loop's
+    body, a denominator or a recomputation is."""
+    used = (n for n in _TRACED_APART if getattr(options, n) is not None)
+    name = next(used, None)
+    for layer in capture.all_layers(model) if name else []:
+        if getattr(layer, "synchronized", False):
+            raise ValueError(
+                f"`{name}` cannot be used with layers that synchronize their "
+                "replicas: make them with `synchronized=False`. "
+                f"Received: layer={layer.name}"
+            )
 
 
 def _check_dtr(model) -> None:

@@ -24,17 +24,22 @@ _FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 @functools.cache
-def prefer_little_memory() -> None:
+def prefer_little_memory() -> bool:
     """Selects XLA's order that takes less memory on CPUs, for this process.
 
     XLA reads its flags when it first compiles. Warns if that was before, and
-    does nothing where `XLA_FLAGS` already says which order to take.
+    leaves the order as it is where `XLA_FLAGS` already says which to take.
+
+    Returns:
+        Whether steps are compiled in that order; on a GPU there is one order.
     """
+    if tf.config.list_logical_devices("GPU"):
+        return True
     flags = os.environ.get("XLA_FLAGS")
-    has_chosen = flags is not None and _FLAG in flags
-    if has_chosen or tf.config.list_logical_devices("GPU"):
-        return
-    os.environ["XLA_FLAGS"] = f"{flags or ''} --{_FLAG}=false"
+    if flags is not None and _FLAG in flags:
+        return _is_depth_first()
+    wanted = f"{flags or ''} --{_FLAG}=false".strip()
+    os.environ["XLA_FLAGS"] = wanted
     try:
         took_effect = _is_depth_first()
     finally:
@@ -48,9 +53,10 @@ def prefer_little_memory() -> None:
             "XLA has compiled before kmem could choose an order that takes "
             "little memory, so that budgets may need more recomputation, or "
             "not be kept by a plan that was made elsewhere. Start Python with "
-            f"the environment variable XLA_FLAGS=--{_FLAG}=false",
+            f"the environment variable XLA_FLAGS='{wanted}'",
             stacklevel=3,
         )
+    return took_effect
 
 
 def _is_depth_first() -> bool:

@@ -9,29 +9,24 @@ import cases
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 from reference import log_error
 from reference import relative_error
 from reference import state
 from reference import train
-from reference import whole
 
 import kmem
 
-CASES = [
-    "plain",
-    "sample_weight",
-    "masked_regularized",
-    "several_outputs",
-    "penalties",
-    "sum",
-    "mean_with_sample_weight_weighted",
-    "adamw",
-    "clipnorm",
-    "global_clipnorm",
-    "dynamic_loss_scale",
-    "schedule",
-    "constraints",
-]
+# One of each mechanism, under one option: a case takes some seconds.
+CASES = {
+    "microbatches": ("plain", "several_outputs"),
+    "gradient_accumulation_steps": (
+        "plain",
+        "penalties",
+        "mean_with_sample_weight_weighted",
+        "global_clipnorm",
+    ),
+}
 OPTIONS = {
     "microbatches": {"batch_size": 20, "microbatches": 3},
     "gradient_accumulation_steps": {
@@ -53,15 +48,15 @@ def errors(strategy, name, options):
         with strategy.scope():
             return cases.ALL[name]()
 
-    want, history = whole(cases.ALL[name])
-    model, logs = train(mirrored, **options)
-    return relative_error(state(model), want), log_error(logs, history)
+    want, history = train(cases.ALL[name], batch_size=20, epochs=1)
+    model, logs = train(mirrored, **options, epochs=1)
+    return relative_error(state(model), state(want)), log_error(logs, history)
 
 
 def after_an_overflow_in_the_second_replica(strategy, optimizer, **options):
     """The weights' change, and the number of updates."""
     with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
         model.compile(optimizer(), "mse")
     before = model.get_weights()
     x = np.ones((8, 1), "float32")
@@ -74,13 +69,55 @@ def after_an_overflow_in_the_second_replica(strategy, optimizer, **options):
     return max(changes), int(model.optimizer.iterations.numpy())
 
 
+def deep(synchronized=False):
+    """A case whose activations take most memory, with layers that draw random
+    numbers and keep statistics."""
+    block = []
+    for _ in range(6):
+        block += [
+            layers.Dense(16, "tanh"),
+            layers.Dropout(0.2),
+            layers.BatchNormalization(synchronized=synchronized),
+        ]
+    model = keras.Sequential([keras.Input((16,)), *block, layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(1e-2), "mse")
+    random = np.random.default_rng(0)
+    x = random.normal(size=(1536, 16)).astype(keras.config.floatx())
+    return model, {"x": x, "y": x[:, :1], "batch_size": 512, "epochs": 1}
+
+
+def planned_errors(strategy):
+    """A plan's errors against the same replicas without one, as each of them
+    draws random numbers of its own."""
+
+    def mirrored():
+        with strategy.scope():
+            return deep()
+
+    want, history = train(mirrored)
+    model, logs = train(mirrored, remat="auto")
+    return relative_error(state(model), state(want)), log_error(logs, history)
+
+
+def refusal(strategy):
+    """What is said of what replicas cannot do."""
+    with strategy.scope():
+        model, arguments = deep(synchronized=True)
+    try:
+        kmem.wrap(model).fit(**arguments, remat="auto")
+    except ValueError as error:
+        return str(error)
+
+
 def main():
     strategy = make_strategy()
     results = {
         f"{option} {name}": errors(strategy, name, OPTIONS[option])
-        for name in CASES
-        for option in OPTIONS
+        for option, names in CASES.items()
+        for name in names
     }
+    results["remat"] = planned_errors(strategy)
+    results["refused"] = refusal(strategy)
     results["overflow of Keras's scale"] = (
         after_an_overflow_in_the_second_replica(
             strategy,

@@ -35,6 +35,7 @@ LAYERS = (
         "session",
         "rehearsal",
         "trial",
+        "correcting",
         "plan_cache",
         "planner",
         "sweeper",

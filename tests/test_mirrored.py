@@ -12,6 +12,8 @@ import sys
 
 import mirrored
 import pytest
+from mirrored import CASES
+from mirrored import OPTIONS
 
 
 @pytest.fixture(scope="module")
@@ -24,19 +26,29 @@ def results():
     return json.loads(process.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", mirrored.CASES)
-@pytest.mark.parametrize("option", mirrored.OPTIONS)
-def test_two_replicas_train_like_one_device(results, option, name):
-    weights_error, _ = results[f"{option} {name}"]
+@pytest.mark.parametrize(
+    "case",
+    [f"{option} {name}" for option in OPTIONS for name in CASES[option]],
+)
+def test_two_replicas_train_like_one_device(results, case):
+    weights_error, _ = results[case]
 
     assert weights_error < 1e-12
 
 
-@pytest.mark.parametrize("option", mirrored.OPTIONS)
+@pytest.mark.parametrize("option", OPTIONS)
 def test_logs_of_two_replicas_are_those_of_one_device(results, option):
     _, logs_error = results[f"{option} plain"]
 
     assert logs_error < 1e-12
+
+
+def test_a_plan_changes_nothing_on_two_replicas(results):
+    assert max(results["remat"]) < 1e-12
+
+
+def test_what_replicas_cannot_do_is_refused(results):
+    assert "`synchronized=False`" in results["refused"]
 
 
 @pytest.mark.parametrize("whose", ["Keras", "kmem"])

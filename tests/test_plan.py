@@ -133,6 +133,7 @@ def test_the_summary_tells_what_is_predicted_and_recomputed():
         "  predicted time  1.286x of a step that keeps everything",
         "  lower bound     20.0000 s of 27.0000 s: the gap is 35.0%",
         "  recomputes      4 of 7 operations, in 6 runs",
+        "  cannot repeat   loss",
         "  layer_0 ... layer_3",
         "    layer_0 ... layer_1",
     ]

@@ -141,6 +141,63 @@ def test_an_impossible_budget_names_the_smallest():
     assert error.value.smallest_bytes > 200_000
 
 
+@pytest.mark.parametrize(
+    "budget, message",
+    [(-1, "number of bytes"), ("200kB", "smallest known is")],
+)
+def test_a_bad_budget_is_refused_before_training(budget, message):
+    model = stack(3)
+    before = model.get_weights()
+
+    with pytest.raises(ValueError, match=message):
+        train(model, remat=budget)
+
+    for got, want in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_plan_file_that_is_damaged_is_refused_by_fit(tmp_path):
+    path = tmp_path / "plan.json"
+    kmem.plan(stack(), batch(), costs="flops").save(path)
+    path.write_bytes(path.read_bytes()[:1000])
+
+    with pytest.raises(ValueError, match=r"truncated or damaged.*plan\.json"):
+        train(stack(), remat=str(path))
+
+
+class Counting(layers.Layer):
+    """Counts its runs in a variable that is not Keras's."""
+
+    def build(self, shape):
+        self.runs = tf.Variable(0, trainable=False)
+
+    def call(self, x):
+        self.runs.assign_add(1)
+        return keras.ops.tanh(x)
+
+
+def test_a_layer_that_cannot_be_recomputed_is_named_and_runs_once_a_step():
+    def counted():
+        keras.utils.set_random_seed(0)
+        block = [layers.Dense(WIDTH, "relu") for _ in range(6)]
+        block.insert(3, Counting(name="counting"))
+        model = keras.Sequential(
+            [keras.Input((WIDTH,)), *block, layers.Dense(1)]
+        )
+        model.compile("adam", "mse")
+        return model
+
+    want, model = train(counted()), counted()
+    plan = kmem.plan(counted(), batch(), costs="flops", solver="sqrt")
+
+    got = train(model, remat=plan)
+
+    assert plan.segments
+    assert "cannot repeat   counting," in plan.summary()
+    assert model.get_layer("counting").runs.numpy() == 3
+    assert_equal(got, want)
+
+
 def test_a_model_that_is_not_built_is_refused():
     model = keras.Sequential([layers.Dense(1)])
 
@@ -210,6 +267,19 @@ def test_eager_steps_follow_a_plan():
 
     got = train(stack(run_eagerly=True), remat="auto")
 
+    assert_equal(got, want)
+
+
+def test_a_share_is_of_what_eager_steps_need_where_steps_are_eager():
+    want = train(stack(run_eagerly=True))
+    model = stack(run_eagerly=True)
+
+    plan = kmem.plan(model, batch(), budget=0.85)
+    got = train(model, remat=plan)
+
+    assert plan.mode == "eager"
+    assert plan.budget_bytes == pytest.approx(0.85 * want[2], rel=0.15)
+    assert got[2] <= plan.budget_bytes
     assert_equal(got, want)
 
 

@@ -119,6 +119,8 @@ class Plan:
             budget = format_size(self.budget_bytes)
         counts = collections.Counter(self.schedule)
         again = [index for index, count in counts.items() if count > 1]
+        stages = self.network.stages
+        fixed = [stage.name for stage in stages if not stage.recomputable]
         rows = [
             f"Rematerialization plan ({self.solver}, {self.mode} mode)",
             f"  budget          {budget}",
@@ -128,8 +130,9 @@ class Plan:
             "everything",
             f"  lower bound     {self.lower_bound_seconds:.4f} s of "
             f"{self.predicted_seconds:.4f} s: the gap is {self.gap:.1%}",
-            f"  recomputes      {len(again)} of {len(self.network.stages)} "
-            f"operations, in {self.simulation.num_recomputed} runs",
+            f"  recomputes      {len(again)} of {len(stages)} operations, in "
+            f"{self.simulation.num_recomputed} runs",
+            f"  cannot repeat   {', '.join(fixed) or 'none'}",
         ]
         for segment in self.segments:
             rows += self._describe(segment, "  ")
