@@ -141,7 +141,7 @@ def first_words(error):
 
 
 class Process:
-    """This script in a process of its own, which answers when it is asked.
+    """The script in a process of its own, which answers when it is asked.
 
     It begins without being asked. Once it ends, the answer is an error.
     """
@@ -149,7 +149,8 @@ class Process:
     def __init__(self, function, *arguments):
         self.answers = []
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--run", function.__name__, *arguments],
+            [sys.executable, sys.argv[0], "--run"]
+            + [function.__name__, *arguments],
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
