@@ -31,7 +31,7 @@ def set_threshold(num_tensors):
     """Room for so many tensors more than there are."""
     # Small ones, such as scalars, need some too.
     kmem.dtr.eviction_threshold = (
-        kmem.memory.current("CPU") + num_tensors * BYTES + 10**5
+        kmem.memory.current("CPU") + int(num_tensors * BYTES) + 10**5
     )
 
 
@@ -132,6 +132,30 @@ def test_too_small_a_threshold_names_one_that_would_do():
         x = matrix()
         tf.matmul(x, x)
     assert usage.peak_bytes <= least
+
+
+@pytest.mark.parametrize(
+    "num_addends, dtype",
+    [(16, tf.float32), (17, tf.float32), (42, tf.bfloat16)],
+)
+def test_a_sum_of_many_needs_few_at_a_time(num_addends, dtype):
+    rng = np.random.default_rng(0)
+    # All sizes, so that the order of the additions shows.
+    factors = 10 ** rng.uniform(-3, 3, num_addends)
+
+    def total():
+        x = tf.cast(tf.sin(matrix()), dtype)
+        made = [x * tf.cast(factor, dtype) for factor in factors]
+        return tf.raw_ops.AddN(inputs=made)
+
+    want = total().numpy()
+    # Of the addends' own size.
+    set_threshold(13 * dtype.size / 4)
+    with kmem.memory.track("CPU") as usage, kmem.dtr.scope():
+        got = total()
+    assert usage.peak_bytes <= kmem.dtr.eviction_threshold
+    assert kmem.dtr.statistics().num_recomputations > 0
+    assert got.numpy().tobytes() == want.tobytes()
 
 
 def test_a_threshold_below_what_is_in_use_is_refused():

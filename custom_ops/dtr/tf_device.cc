@@ -13,6 +13,7 @@
 
 #include "../memory/budget_allocator.h"
 #include "tf_session.h"
+#include "tf_sum.h"
 
 namespace kmem::dtr {
 
@@ -88,6 +89,10 @@ void Execute(const TFE_Op* op, int* num_outputs, TFE_TensorHandle** outputs,
     TF_SetStatus(status, TF_FAILED_PRECONDITION,
                  "DTR must be enabled to run operators on its device: use "
                  "`kmem.dtr.scope()`.");
+    return;
+  }
+  if (IsLargeSum(op, *session->device())) {
+    ExecuteSum(session.get(), op, outputs, status);
     return;
   }
   session->Execute(op, num_outputs, outputs, status);

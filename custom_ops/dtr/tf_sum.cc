@@ -1,0 +1,69 @@
+#include "tf_sum.h"
+
+#include <string_view>
+#include <vector>
+
+#include "tf_handles.h"
+
+namespace kmem::dtr {
+namespace {
+
+// Of TensorFlow's aggregate_ops.cc.
+constexpr int kWidth = 8;
+// In parts it takes half as long again: only where memory may be short.
+constexpr int64_t kLargeShare = 8;
+
+int NumInFirstPart(int num_addends) {
+  const int rest = num_addends % kWidth;
+  return rest < 2 ? rest + kWidth : rest;
+}
+
+HandlePtr Sum(Session* session, TFE_Context* context,
+              std::vector<TFE_TensorHandle*> addends, TF_Status* status) {
+  OpPtr op(TFE_NewOp(context, "AddN", status));
+  if (op == nullptr) return nullptr;
+  TFE_OpAddInputList(op.get(), addends.data(), addends.size(), status);
+  if (TF_GetCode(status) != TF_OK) return nullptr;
+  int num_outputs = 1;
+  TFE_TensorHandle* sum = nullptr;
+  session->Execute(op.get(), &num_outputs, &sum, status);
+  return TF_GetCode(status) == TF_OK ? HandlePtr(sum) : nullptr;
+}
+
+}  // namespace
+
+bool IsLargeSum(const TFE_Op* op, const PhysicalDevice& device) {
+  StatusPtr status = NewStatus();
+  if (std::string_view(TFE_OpGetName(op, status.get())) != "AddN") {
+    return false;
+  }
+  const int64_t num_addends = TFE_OpGetFlatInputCount(op, status.get());
+  if (num_addends <= kWidth + 1) return false;
+  TFE_TensorHandle* addend = TFE_OpGetFlatInput(op, 0, status.get());
+  const TF_DataType type = TFE_TensorHandleDataType(addend);
+  if (!IsPlainData(type)) return false;
+  const int64_t bytes = TFE_TensorHandleNumElements(addend, status.get()) *
+                        static_cast<int64_t>(TF_DataTypeSize(type));
+  return num_addends * bytes > device.LimitBytes() / kLargeShare;
+}
+
+void ExecuteSum(Session* session, const TFE_Op* op, TFE_TensorHandle** output,
+                TF_Status* status) {
+  TFE_Context* context = TFE_OpGetContext(op, status);
+  const int num_addends = TFE_OpGetFlatInputCount(op, status);
+  std::vector<TFE_TensorHandle*> addends;
+  for (int i = 0; i < num_addends; ++i) {
+    addends.push_back(TFE_OpGetFlatInput(op, i, status));
+  }
+  auto next = addends.begin() + NumInFirstPart(num_addends);
+  HandlePtr sum = Sum(session, context, {addends.begin(), next}, status);
+  while (sum != nullptr && next != addends.end()) {
+    HandlePtr part = Sum(session, context, {next, next + kWidth}, status);
+    if (part == nullptr) return;
+    sum = Sum(session, context, {sum.get(), part.get()}, status);
+    next += kWidth;
+  }
+  *output = sum.release();
+}
+
+}  // namespace kmem::dtr
