@@ -128,6 +128,29 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
 
 
 @contextlib.contextmanager
+def unchanged(variables: list, metrics: list) -> Iterator[None]:
+    """Gives back what steps change in a block of code.
+
+    Args:
+        variables: What they may change.
+        metrics: Those that may make variables of their own.
+    """
+    values = [(v, v.numpy()) for v in variables]
+    try:
+        yield
+    finally:
+        known = {id(variable) for variable, _ in values}
+        for variable, value in values:
+            # Not the array itself: a variable may take over its memory, which
+            # is not the device's.
+            variable.assign(tf.raw_ops.DeepCopy(x=value))
+        for metric in metrics:
+            # Those that the step has made.
+            if any(id(variable) not in known for variable in metric.variables):
+                metric.reset_state()
+
+
+@contextlib.contextmanager
 def metrics_of_part(model, share) -> Iterator[dict[int | str, tuple]]:
     """Lets the model's metrics count one part of a batch.
 

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from kmem import batches
+from kmem import capture
 from kmem import memory
 from kmem.keras_graph import profiling
 from kmem.session import Session
@@ -84,16 +85,5 @@ def unchanged(session: Session) -> Iterator[None]:
     Args:
         session: Whose steps they are; its optimizer is built.
     """
-    values = [(v, v.numpy()) for v in session.state]
-    try:
+    with capture.unchanged(session.state, session.model.metrics):
         yield
-    finally:
-        known = {id(variable) for variable, _ in values}
-        for variable, value in values:
-            # Not the array itself: a variable may take over its memory, which
-            # is not the device's.
-            variable.assign(tf.raw_ops.DeepCopy(x=value))
-        for metric in session.model.metrics:
-            # Those that the step has made.
-            if any(id(variable) not in known for variable in metric.variables):
-                metric.reset_state()

@@ -8,6 +8,7 @@ the same options: TensorFlow never frees all of a trace.
 """
 
 import contextlib
+import functools
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from kmem.accumulation import Updater
 from kmem.accumulation import build_optimizer
 from kmem.dtr.blocks import Blocks
 from kmem.dtr.device import DeviceSession
+from kmem.dtr.feasible import with_least_threshold
 from kmem.keras_graph import applying
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
@@ -211,7 +213,26 @@ class Session:
 
     def _run_train_step(self, data):
         data = keras.tree.map_structure(_as_tensor, data)
-        with self._device():
+        try:
+            return self._take_step(data)
+        except tf.errors.ResourceExhaustedError as error:
+            layers = capture.all_layers(self.model)
+            # Variables that a step makes could not be given back.
+            unbuilt = not all(layer.built for layer in layers)
+            if self._dtr is None or self._captures or unbuilt:
+                raise
+            message = error.message
+        self.build()
+        raise with_least_threshold(
+            self._dtr, message, functools.partial(self._rehearse, data)
+        )
+
+    def _rehearse(self, data, threshold: int) -> None:
+        with capture.unchanged(self.state, self.model.metrics):
+            self._take_step(data, grows_from=threshold)
+
+    def _take_step(self, data, grows_from: int | None = None):
+        with self._device(grows_from):
             with self._precision(), self._remat():
                 if not self._captures:
                     return self._user_train_step(data)
@@ -227,10 +248,10 @@ class Session:
         return option_precision(self.model, self.options)
 
     @contextlib.contextmanager
-    def _device(self):
+    def _device(self, grows_from: int | None):
         with contextlib.ExitStack() as stack:
             if self._dtr is not None:
-                stack.enter_context(self._dtr.scope())
+                stack.enter_context(self._dtr.scope(grows_from))
             if self._blocks is not None:
                 stack.enter_context(self._blocks.compiled())
             yield

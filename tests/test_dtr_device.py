@@ -338,6 +338,32 @@ def test_two_threads_take_turns():
     assert results == [1 + 2 + 3 + 4 + 5 + 6] * 2
 
 
+def test_a_thread_that_reads_waits_for_another_ones_python():
+    started, asking = threading.Event(), threading.Event()
+    values = []
+
+    def python(x):
+        started.set()
+        asking.wait()
+        # Needs the interpreter while the other thread waits for the device.
+        return x + float(sum(range(10**5)))
+
+    with kmem.dtr.scope():
+        x = matrix()
+
+        def read():
+            started.wait()
+            asking.set()
+            values.append(x.numpy())
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        tf.py_function(python, [x], tf.float32)
+        thread.join()
+
+    np.testing.assert_array_equal(values[0], matrix().numpy())
+
+
 def test_dtr_is_enabled_once():
     kmem.dtr.enable()
     with pytest.raises(ValueError, match="must not be enabled twice"):

@@ -169,6 +169,20 @@ def with_failure():
     return keras.Model(inputs, layers.Dense(4)(Fails()(x))), (512,)
 
 
+def test_to_find_a_threshold_leaves_the_model_as_the_error_does():
+    model, shape = compiled(convolutional)
+    x, y = data(shape)
+    model.build(x.shape)
+    kernel = model.trainable_weights[0].numpy()
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="was tried"):
+        model.fit(x, y, dtr="5MB", verbose=0)
+
+    np.testing.assert_array_equal(model.trainable_weights[0], kernel)
+    assert model.optimizer.iterations == 0
+    slots = model.optimizer.variables[2:]
+    assert slots and not any(slot.numpy().any() for slot in slots)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_error_in_a_step_leaves_nothing_behind(error, monkeypatch):
     model, shape = compiled(with_failure)
@@ -191,14 +205,18 @@ def test_too_small_a_threshold_says_what_would_do():
 
     with pytest.raises(
         tf.errors.ResourceExhaustedError,
-        match="The threshold must be at least .* bytes: nothing is left",
-    ):
+        match="(?s)at least .* bytes for this step.*bytes: nothing is left",
+    ) as error:
         train(convolutional, dtr=int(0.2 * want[2]))
+    least = int(error.value.message.split("at least ")[1].split()[0])
+    del error  # Its traceback holds tensors.
 
     gc.collect()
     statistics = kmem.dtr.statistics()
     assert (statistics.num_operators, statistics.live_bytes) == (0, 0)
-    check_same(train(convolutional, dtr=want[2] * 2), want)
+    got = train(convolutional, dtr=least)
+    check_same(got, want)
+    assert got[2] <= least
 
 
 def test_nothing_grows_over_steps_of_varying_sizes():

@@ -36,28 +36,34 @@ class Device : public Evictor {
  public:
   bool MakeRoom(int64_t bytes) override {
     const std::shared_ptr<Session> session = current();
-    return session != nullptr && session->MakeRoom(bytes);
+    if (session == nullptr) return false;
+    return session->MakeRoom(bytes) || (grows_ && physical_->Raise(bytes));
   }
 
   std::shared_ptr<Session> current() { return std::atomic_load(&current_); }
 
-  bool Begin(std::shared_ptr<Session> session, int64_t limit_bytes) {
+  bool Begin(std::shared_ptr<Session> session, int64_t limit_bytes,
+             bool grows) {
     physical_ = session->device();
     if (!physical_->Begin(limit_bytes)) return false;
+    grows_ = grows;
     std::atomic_store(&current_, std::move(session));
     if (!physical_->must_retry()) SetEvictor(this);
     return true;
   }
 
-  void End() {
+  int64_t End() {
     SetEvictor(nullptr);
     std::atomic_store(&current_, std::shared_ptr<Session>());
+    const int64_t limit_bytes = physical_->LimitBytes();
     physical_->End();
+    return limit_bytes;
   }
 
  private:
   std::shared_ptr<Session> current_;
   PhysicalDevice* physical_ = nullptr;
+  bool grows_ = false;
 };
 
 Device* TheDevice() {
@@ -146,13 +152,16 @@ KMEM_EXPORT void kmem_dtr_delete_session(void* session) {
 }
 
 // Puts a session on the device, and a limit on its memory if it is lower than
-// the one there is. Returns false, and changes nothing, if more is in use.
-KMEM_EXPORT bool kmem_dtr_begin(void* session, int64_t limit_bytes) {
+// the one there is. Returns false, and changes nothing, if more is in use. With
+// `grows`, the limit is raised where nothing is left to evict.
+KMEM_EXPORT bool kmem_dtr_begin(void* session, int64_t limit_bytes,
+                                bool grows) {
   return kmem::dtr::TheDevice()->Begin(*static_cast<SessionPtr*>(session),
-                                       limit_bytes);
+                                       limit_bytes, grows);
 }
 
-KMEM_EXPORT void kmem_dtr_end() { kmem::dtr::TheDevice()->End(); }
+// Returns the limit as it was at last.
+KMEM_EXPORT int64_t kmem_dtr_end() { return kmem::dtr::TheDevice()->End(); }
 
 KMEM_EXPORT bool kmem_dtr_begin_trace(void* session, const char* path) {
   return (*static_cast<SessionPtr*>(session))->BeginTrace(path);

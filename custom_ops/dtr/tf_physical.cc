@@ -22,6 +22,11 @@ class Cpu : public PhysicalDevice {
     return TheBudget()->SetLimit(std::min(limit_bytes, limit_before_));
   }
   void End() override { TheBudget()->SetLimit(limit_before_); }
+  bool Raise(int64_t bytes) override {
+    if (bytes > limit_before_ - BytesInUse()) return false;
+    TheBudget()->SetLimit(std::max(BytesInUse() + bytes, LimitBytes()));
+    return true;
+  }
 
   int64_t BytesInUse() const override { return TheBudget()->in_use(); }
   int64_t LimitBytes() const override { return TheBudget()->limit(); }
@@ -48,6 +53,8 @@ class Gpu : public PhysicalDevice {
     return true;
   }
   void End() override {}
+  // Nobody would ask: its allocator does not.
+  bool Raise(int64_t) override { return false; }
 
   int64_t BytesInUse() const override {
     const auto stats = allocator_->GetStats();

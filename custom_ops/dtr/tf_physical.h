@@ -20,6 +20,9 @@ class PhysicalDevice {
   // `End`. Returns false, and changes nothing, if more is in use.
   virtual bool Begin(int64_t limit_bytes) = 0;
   virtual void End() = 0;
+  // Raises the limit so that `bytes` more fit. Returns false, and changes
+  // nothing, if that is more than the limit there was before `Begin`.
+  virtual bool Raise(int64_t bytes) = 0;
   virtual int64_t BytesInUse() const = 0;
   virtual int64_t LimitBytes() const = 0;
 

@@ -79,7 +79,9 @@ class DeviceSession:
         self._library = native.library() if on_gpu else native.allocator()
         self._library.kmem_dtr_new_session.restype = ctypes.c_void_p
         self._library.kmem_dtr_begin.restype = ctypes.c_bool
+        self._library.kmem_dtr_end.restype = ctypes.c_int64
         self._limit_bytes = int(options.eviction_threshold) or _NO_LIMIT
+        self.limit_bytes = self._limit_bytes
         made = NativeOptions(
             threshold_bytes=_NO_LIMIT,
             evictee_minimum_bytes=options.evictee_minimum_size,
@@ -96,8 +98,13 @@ class DeviceSession:
         )
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self, grows_from: int | None = None) -> Iterator[None]:
         """Runs the operators of a block of code on the device.
+
+        Args:
+            grows_from: A threshold in bytes that takes the place of the one in
+                the options, and is raised where nothing is left to evict:
+                afterwards `limit_bytes` is where it ended.
 
         Raises:
             ValueError: If another session is on the device, or if more is in
@@ -113,24 +120,25 @@ class DeviceSession:
                 "DTR is enabled already"
             )
         try:
-            self._begin()
+            self._begin(grows_from)
             try:
                 with tf.device(_NAME):
                     _latest.session = self
                     yield
             finally:
                 _forget_zeros()
-                self._library.kmem_dtr_end()
+                self.limit_bytes = self._library.kmem_dtr_end()
         finally:
             _in_use.release()
 
-    def _begin(self) -> None:
-        limit = ctypes.c_int64(self._limit_bytes)
-        if not self._library.kmem_dtr_begin(self._native, limit):
+    def _begin(self, grows_from: int | None) -> None:
+        grows = grows_from is not None
+        limit = ctypes.c_int64(grows_from if grows else self._limit_bytes)
+        if not self._library.kmem_dtr_begin(self._native, limit, grows):
             raise ValueError(
                 "`eviction_threshold` must be larger than what is in use, "
                 f"which is {memory.current()} bytes. Received: "
-                f"eviction_threshold={self._limit_bytes}"
+                f"eviction_threshold={limit.value}"
             )
 
     @contextlib.contextmanager
