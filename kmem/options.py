@@ -200,7 +200,7 @@ class DTR:
     evictee_minimum_size: int | str = "1MB"
     enable_sqrt_sampling: bool = False
     heuristic: str = "dtr_eq"
-    compile: Literal["layers"] | None = None
+    compile: Literal["layers"] | None = "layers"
 
     def __post_init__(self):
         for name in ("eviction_threshold", "evictee_minimum_size"):

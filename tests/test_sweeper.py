@@ -13,7 +13,7 @@ from kmem import cli
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
-EVERYTHING = kmem.DTR(evictee_minimum_size=0)
+EVERYTHING = kmem.DTR(evictee_minimum_size=0, compile=None)
 
 
 def compiled(num_layers=2):
@@ -123,7 +123,7 @@ def test_several_batches_count_with_their_largest_peak():
     rows = tf.data.Dataset.from_tensor_slices(batch(512)).batch(256)
     again = kmem.sweep(model, rows, [], dtr=EVERYTHING, steps=1)
     assert again.plain.peak_bytes < 0.5 * found.plain.peak_bytes
-    assert found.recommended == kmem.DTR(evictee_minimum_size=0)
+    assert found.recommended == EVERYTHING
 
 
 def test_a_model_is_built_as_by_its_first_step():
