@@ -9,6 +9,8 @@ import tensorflow as tf
 
 _ADDITIONS = frozenset({"Add", "AddN", "AddV2"})
 _ARITHMETIC = _ADDITIONS | {"Mul", "RealDiv", "Sub"}
+# Which argument is the gradient of what the convolution gives.
+_OF_CONVOLUTION = {"BiasAddGrad": 0, "Conv2DBackpropFilter": 2}
 # Of one argument, number by number.
 _FUNCTIONS = frozenset(
     {
@@ -35,24 +37,60 @@ _FUNCTIONS = frozenset(
 )
 
 
-def joins_update(weight_gradient: tf.Operation) -> bool:
-    """Whether TensorFlow may join it with the optimizer's product with the
-    learning rate, which it does unless something waits for either."""
+def maker(gradient) -> tf.Operation:
+    """The operation that makes a tensor, or the values of `IndexedSlices`."""
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient = gradient.values
+    return gradient.op
+
+
+def is_joined_later(weight_gradient: tf.Operation) -> bool:
+    """Whether nothing may wait for it: TensorFlow joins it with the product
+    with the learning rate, or a bias's with that of the convolution."""
+    if weight_gradient.type == "BiasAddGrad":
+        return is_of_convolution(weight_gradient)
     return weight_gradient.type in _ARITHMETIC
 
 
-def known_before(weight_gradient) -> list[tf.Operation]:
-    """What to wait for, so that a weight gradient is there or can be.
+def is_of_convolution(weight_gradient: tf.Operation) -> bool:
+    """Whether TensorFlow computes the gradients of a convolution's kernel and
+    bias together, of which this is one. They may not wait then."""
+    position = _OF_CONVOLUTION.get(weight_gradient.type)
+    if position is None:
+        return False
+    readers = weight_gradient.inputs[position].consumers()
+    return {op.type for op in readers}.issuperset(_OF_CONVOLUTION)
 
-    Args:
-        weight_gradient: A tensor or `IndexedSlices`, of a graph.
+
+def known_before(weight_gradient: tf.Operation) -> list[tf.Operation]:
+    """What to wait for, so that a weight gradient is there or can be."""
+    if is_joined_later(weight_gradient):
+        return [tensor.op for tensor in weight_gradient.inputs]
+    return [weight_gradient]
+
+
+def sum_of_three(addition: tf.Operation) -> tf.Operation | None:
+    """The last operation of a sum with more than two addends, which TensorFlow
+    makes one `AddN` of.
+
+    That adds into the memory of an addend that nothing else holds, and begins
+    with that addend then.
     """
-    if isinstance(weight_gradient, tf.IndexedSlices):
-        weight_gradient = weight_gradient.values
-    op = weight_gradient.op
-    if joins_update(op):
-        return [tensor.op for tensor in op.inputs]
-    return [op]
+    if addition.type not in _ADDITIONS:
+        return None
+    inner, last = [t.op for t in addition.inputs], addition
+    while _is_addend(last):
+        (last,) = last.outputs[0].consumers()
+    num_addends = len(inner) + (last is not addition)
+    return last if num_addends + sum(map(_is_addend, inner)) > 2 else None
+
+
+def _is_addend(op: tf.Operation) -> bool:
+    """Whether it is a sum that only another sum reads."""
+    if op.type not in _ADDITIONS:
+        return False
+    readers = op.outputs[0].consumers()
+    return len(readers) == 1 and readers[0].type in _ADDITIONS
 
 
 def are_joined(maker: tf.Operation, reader: tf.Operation) -> bool:

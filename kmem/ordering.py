@@ -41,6 +41,11 @@ def unordered() -> Iterator[None]:
     _unordered.setdefault(graph, set()).update(op.name for op in new)
 
 
+def is_unordered(op: tf.Operation) -> bool:
+    """Whether it was traced within `unordered`."""
+    return op.name in _unordered.get(op.graph, ())
+
+
 def hold_back(gradients: list) -> None:
     """Orders a backward pass that was just traced.
 
@@ -50,20 +55,14 @@ def hold_back(gradients: list) -> None:
     Args:
         gradients: Tensors, `IndexedSlices` or `None`, of one graph.
     """
-    known_before = {
-        _operation(g): joining.known_before(g)
-        for g in gradients
-        if g is not None
-    }
-    weight_gradients = set(known_before)
+    weight_gradients = {joining.maker(g) for g in gradients if g is not None}
     if not weight_gradients:
         return
     graph = next(iter(weight_gradients)).graph
-    left_out = _unordered.get(graph, set())
     needed = _ancestors(weight_gradients)
     ops = _sorted([op for op in graph.get_operations() if op in needed])
     first = next(i for i, op in enumerate(ops) if op in weight_gradients)
-    before = known_before[ops[first]]
+    before = joining.known_before(ops[first])
     # The forward pass is no stage, but what came with the first one is.
     at_first = _ancestors([ops[first]])
     rest = [op for op in ops[:first] if op not in at_first]
@@ -71,9 +70,9 @@ def hold_back(gradients: list) -> None:
         stage = [
             op
             for op in stage
-            if op.name not in left_out
+            if not is_unordered(op)
             and _takes_memory(op)
-            and not (op in weight_gradients and joining.joins_update(op))
+            and not (op in weight_gradients and joining.is_joined_later(op))
         ]
         if stage:
             before = _append(stage, before)
@@ -98,7 +97,7 @@ def updates_in_turn(optimizer, gradients: list) -> Iterator[None]:
         op
         for gradient in gradients
         if gradient is not None
-        for op in joining.known_before(gradient)
+        for op in joining.known_before(joining.maker(gradient))
     ]
     update = optimizer.update_step
 
@@ -111,12 +110,6 @@ def updates_in_turn(optimizer, gradients: list) -> Iterator[None]:
 
     with capture.attribute(optimizer, "update_step", update_step):
         yield
-
-
-def _operation(gradient) -> tf.Operation:
-    if isinstance(gradient, tf.IndexedSlices):
-        gradient = gradient.values
-    return gradient.op
 
 
 def _stages(
@@ -159,6 +152,8 @@ def _append(
 
 def _is_joined(op: tf.Operation) -> bool:
     """Whether TensorFlow joins it with others unless it has to wait."""
+    if joining.is_of_convolution(op):
+        return True
     readers = [reader for t in op.outputs for reader in t.consumers()]
     if len(readers) == 1 and joining.are_joined(op, readers[0]):
         return True

@@ -8,8 +8,6 @@ inputs are made to depend on the gradient, in a way that leaves every bit as
 it is. In eager mode nothing runs early.
 """
 
-import itertools
-
 import tensorflow as tf
 
 # Private in TensorFlow: whether a function is traced to be compiled by XLA.
@@ -72,7 +70,7 @@ def _never(gradient: tf.Tensor) -> tf.Tensor:
     return tf.reduce_any(tf.sign(gradient) > 2)
 
 
-def before(gradients: list, readers: list, results: list) -> list:
+def before(gradients: list, results: list) -> list:
     """Makes `results` wait for `gradients`, in a graph.
 
     The executor would else follow the chain of input gradients first, while
@@ -80,14 +78,29 @@ def before(gradients: list, readers: list, results: list) -> list:
 
     Args:
         gradients: Tensors, `IndexedSlices` or `None`.
-        readers: Tensors to wait for as well.
-        results: As `gradients`.
+        results: The same.
     """
     if tf.executing_eagerly() or in_xla():
         return results
-    known = [joining.known_before(g) for g in gradients if g is not None]
-    with tf.control_dependencies([*itertools.chain(*known), *readers]):
+    ops = [joining.maker(g) for g in gradients if g is not None]
+    with tf.control_dependencies(
+        [known for op in ops for known in joining.known_before(op)]
+    ):
         return [None if r is None else _identity(r) for r in results]
+
+
+def kept(readers: list[tf.Operation], gradients: list) -> list:
+    """Makes one of some gradients wait for operations, so that they run."""
+    if not readers or in_xla():
+        return gradients
+    for i, gradient in enumerate(gradients):
+        if gradient is not None and not joining.is_joined_later(
+            joining.maker(gradient)
+        ):
+            with tf.control_dependencies(readers):
+                copied = _identity(gradient)
+            return [*gradients[:i], copied, *gradients[i + 1 :]]
+    return gradients
 
 
 def _identity(gradient):

@@ -245,8 +245,11 @@ class _Segment:
         # Not held back, as what they read would be.
         with ordering.unordered():
             readers = uses.shown(self._first, made[before:after], made[after:])
-        of_inputs = dependencies.before(of_variables, readers, of_inputs)
-        return [*of_inputs, *of_variables]
+        of_inputs = dependencies.before(of_variables, of_inputs)
+        # Nobody may want those of the inputs, such as that of a batch.
+        found = dependencies.kept(readers, [*of_variables, *of_inputs])
+        count = len(of_variables)
+        return [*found[count:], *found[:count]]
 
     def _delayed(self, gradients: list) -> tuple[list, list]:
         """What the second run starts from, there after the gradients."""

@@ -8,6 +8,7 @@ scope of the second run lies within that of the first.
 
 import collections
 import contextlib
+import re
 from collections.abc import Callable
 from collections.abc import Iterator
 
@@ -84,6 +85,11 @@ def after(tensor: tf.Tensor) -> _Entered:
     if tf.executing_eagerly():
         return contextlib.nullcontext("")
     return tf.name_scope(f"{tensor.op.name}/")
+
+
+def of_first(op: tf.Operation) -> str:
+    """The name of the operation that this one repeats; else its own."""
+    return re.sub(r"/again(_\d+)?(?=/|$)", "", op.name)
 
 
 def copy(tensor: tf.Tensor) -> tf.Tensor:

@@ -4,10 +4,17 @@ TensorFlow joins an operation with the one that reads it, and rounds otherwise
 then, where nothing else reads it. In plain training the backward pass does.
 Of the two copies that recomputation makes of an operation, one has no reader
 in the backward pass, and the other one may have none in the forward pass.
+
+A sum of three rounds by which of its addends is still needed: those that the
+backward pass reads are held until it is there.
 """
+
+import weakref
 
 import tensorflow as tf
 
+from kmem import joining
+from kmem import ordering
 from kmem.remat import names
 
 # What reads a result and is not joined with what made it.
@@ -37,6 +44,15 @@ _PASSED_ON = (
     "StopGradient",
 )
 
+_COPIES = frozenset({"Identity", "IdentityN", "StopGradient"})
+_SAME_MEMORY = _COPIES | {"ExpandDims", "Reshape", "Squeeze"}
+_OF_SHAPE = ("Rank", "Shape", "ShapeN", "Size")
+
+# For each graph the name of a tensor, and that of its second copy.
+_repeated: weakref.WeakKeyDictionary[tf.Graph, dict[str, str]] = (
+    weakref.WeakKeyDictionary()
+)
+
 
 def shown(first: list, second: list, gradient: list) -> list[tf.Operation]:
     """Gives both copies of an operation as many readers as plain training.
@@ -60,17 +76,26 @@ def shown(first: list, second: list, gradient: list) -> list[tf.Operation]:
     if [op.type for op in first] != [op.type for op in second]:
         return []
     readers = []
+    repeated = _repeated.setdefault(tf.compat.v1.get_default_graph(), {})
     for one, other in zip(first, second, strict=True):
         # A loop that is differentiated has more results than one that is not.
         for output, again in zip(one.outputs, other.outputs, strict=False):
+            repeated[output.name] = again.name
             uses = output.consumers()
             uses_again = needed.intersection(again.consumers())
-            if len(uses) + len(backward & uses_again) < 2:
+            plain = {names.of_first(op) for op in _readers(output, _COPIES)}
+            if len(plain) < 2:
                 continue
-            if _may_be_joined(uses):
-                readers.append(_reader(output))
+            sums = []
+            if backward.intersection(_readers(output, _SAME_MEMORY)):
+                sums = [
+                    joining.sum_of_three(op)
+                    for op in _readers(output, _COPIES, later=False)
+                ]
+            if any(sums) or _may_be_joined(uses):
+                readers.append(_reader(output, sums))
             if _may_be_joined(list(uses_again)):
-                readers.append(_reader(again))
+                readers.append(_reader(again, []))
     return readers
 
 
@@ -83,6 +108,31 @@ def _may_be_joined(uses: list[tf.Operation]) -> bool:
     return len(uses) == 1 and uses[0].type not in _APART
 
 
-def _reader(tensor: tf.Tensor) -> tf.Operation:
+def _readers(
+    tensor: tf.Tensor, through: frozenset[str], later: bool = True
+) -> list[tf.Operation]:
+    """What reads a tensor, or what operations of some types make of it; also
+    `later`, when it was made again or was an argument of what is run again."""
+    found: dict[tf.Operation, None] = {}
+    for op in tensor.consumers():
+        delayed = ordering.is_unordered(op) != ordering.is_unordered(tensor.op)
+        if op.type in through:
+            for given, made in zip(op.inputs, op.outputs, strict=False):
+                if given.ref() == tensor.ref():
+                    found |= dict.fromkeys(_readers(made, through, later))
+        elif op.type not in _OF_SHAPE and (later or not delayed):
+            found[op] = None
+    again = _repeated[tensor.graph].get(tensor.name)
+    if later and again is not None:
+        second = tensor.graph.get_tensor_by_name(again)
+        found |= dict.fromkeys(_readers(second, through))
+    return list(found)
+
+
+def _reader(tensor: tf.Tensor, sums: list) -> tf.Operation:
+    """What reads a tensor, and holds it until sums of it are there."""
+    after = [op.outputs[0] for op in sums if op is not None]
+    with names.after(tensor):
+        copies = tf.identity_n([tensor, *after])
     # One that is only waited for would become a control dependency.
-    return names.lasting(names.copy(tensor)).op
+    return names.lasting(copies[0]).op
