@@ -90,30 +90,36 @@ def trained(name, way):
 
 
 def subclassed():
-    """Residual blocks with batch norm and dropout, called in a loop."""
+    """Blocks with batch norm and dropout, layers of the user's own, which a
+    model of the user's own calls in a loop."""
     import keras
     import numpy as np
     import remat_models
 
+    class Block(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.norm = keras.layers.BatchNormalization()
+            self.convolution = keras.layers.Conv2D(16, 3, padding="same")
+            self.dropout = keras.layers.Dropout(0.2)
+
+        def call(self, x, training=None):
+            y = keras.ops.relu(self.norm(x, training=training))
+            y = self.dropout(self.convolution(y), training=training)
+            return x + y
+
     class Blocks(keras.Model):
         def __init__(self):
             super().__init__()
-            conv = [
-                keras.layers.Conv2D(16, 3, padding="same") for _ in range(8)
-            ]
-            self.convolutions = conv
-            self.norms = [keras.layers.BatchNormalization() for _ in conv[1:]]
-            self.dropout = keras.layers.Dropout(0.2)
+            self.first = keras.layers.Conv2D(16, 3, padding="same")
+            self.blocks = [Block() for _ in range(8)]
             self.pool = keras.layers.GlobalAveragePooling2D()
             self.head = keras.layers.Dense(remat_models.NUM_CLASSES)
 
         def call(self, x, training=None):
-            x = self.convolutions[0](x)
-            for norm, conv in zip(
-                self.norms, self.convolutions[1:], strict=True
-            ):
-                y = keras.ops.relu(norm(x, training=training))
-                x = x + self.dropout(conv(y), training=training)
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x, training=training)
             return self.head(self.pool(x))
 
     images = np.random.default_rng(0).normal(size=(16, 48, 48, 3))
