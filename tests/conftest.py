@@ -60,20 +60,18 @@ class Python:
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
 
-    def start(self, code: str, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code)],
-            env={**self.environment, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
     def run(self, code: str, **environment: str) -> tuple[int, str, str]:
         """Returns the exit status, standard output and standard error."""
-        process = self.start(code, **environment)
-        output, errors = process.communicate(timeout=120)
-        return process.returncode, output, errors
+        # Ends the process if it takes too long: only one that hangs does,
+        # however busy the machine is.
+        process = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        return process.returncode, process.stdout, process.stderr
 
 
 @pytest.fixture

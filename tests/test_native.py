@@ -18,19 +18,26 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def compiler(tmp_path, monkeypatch):
-    """A compiler that writes the arguments it was called with; instant."""
-    calls = tmp_path / "calls"
+def instant_compiler(folder, result):
+    """A compiler with a result that is given; counts calls in a file."""
+    script, calls = folder / "c++", folder / "calls"
     calls.touch()
-    script = tmp_path / "c++"
     script.write_text(
         "#!/bin/sh\n"
         f"echo call >> {shlex.quote(str(calls))}\n"
         'while [ "$1" != -o ]; do shift; done\n'
-        'echo "what was compiled" > "$2"\n'
+        f'cp {shlex.quote(str(result))} "$2"\n'
     )
     script.chmod(0o755)
+    return script, calls
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """The calls of a compiler whose result is no library."""
+    result = tmp_path / "result"
+    result.write_text("what was compiled")
+    script, calls = instant_compiler(tmp_path, result)
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return calls
@@ -248,18 +255,22 @@ def test_the_test_above_can_fail(python):
     assert output.startswith("printed hello\n\n['matplotlib']\n")
 
 
-@needs_compiler
-def test_the_first_use_builds_and_registers(fresh_python):
-    status, output, errors = fresh_python.run("""
+def test_the_first_use_builds_and_registers(
+    native_library, fresh_python, tmp_path
+):
+    # Compiled before, as a busy machine takes minutes.
+    script, calls = instant_compiler(tmp_path, native.find_library())
+    code = """
         import kmem
         print(kmem.native.is_registered())
         print(kmem.memory.current())
         import tensorflow as tf
         x = tf.fill([250000], 1.0)
         print(kmem.memory.current() >= 1000000)
-    """)
+    """
+    status, output, errors = fresh_python.run(code, CXX=str(script))
     assert (status, output) == (0, "False\n0\nTrue\n"), errors
-    assert errors.count("kmem: compiling") == 1
+    assert errors.count("kmem: compiling") == num_calls(calls) == 1
 
 
 def test_without_a_compiler_the_rest_works(fresh_python):
