@@ -3,6 +3,8 @@
 Models are wide enough that activations are most of what a step holds.
 """
 
+import gc
+
 import keras
 import numpy as np
 import pytest
@@ -62,6 +64,18 @@ def train(model, **options):
     return steps.losses, model.get_weights(), max(steps.peaks[1:])
 
 
+def train_and_share(share, model):
+    """What training gives, and the share of its peak that is asked for.
+
+    TensorFlow keeps the weights of each model that was trained in a graph.
+    What earlier tests left so is part of the peak, and no plan can drop it.
+    """
+    gc.collect()
+    held = kmem.memory.current("CPU")
+    want = train(model)
+    return want, (held + share * (want[2] - held)) / want[2]
+
+
 def assert_equal(got, want):
     assert got[0] == want[0]
     for a, b in zip(got[1], want[1], strict=True):
@@ -70,9 +84,9 @@ def assert_equal(got, want):
 
 @pytest.mark.parametrize("share", [0.9, 0.8])
 def test_a_budget_is_kept_with_the_same_numbers(share):
-    want = train(stack())
+    want, budget = train_and_share(share, stack())
     model = stack()
-    plan = kmem.plan(model, batch(), budget=share)
+    plan = kmem.plan(model, batch(), budget=budget)
 
     got = train(model, remat=plan)
 
@@ -84,7 +98,7 @@ def test_a_budget_is_kept_with_the_same_numbers(share):
 
 def test_a_step_within_fit_needs_what_was_predicted():
     model = stack()
-    plan = kmem.plan(model, batch(), budget=0.75)
+    plan = kmem.plan(model, batch(), budget="auto")
     held = kmem.memory.current("CPU")
     data = tf.constant(batch()[0]), tf.constant(batch()[1])
     inputs = kmem.memory.current("CPU") - held
@@ -102,9 +116,9 @@ def test_a_step_within_fit_needs_what_was_predicted():
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", ["optimal", "sqrt", GENETIC])
 def test_every_solver_gives_plans_that_train_alike(solver):
-    want = train(stack())
+    want, budget = train_and_share(0.85, stack())
 
-    got = train(stack(), remat=kmem.Remat(budget=0.85, solver=solver))
+    got = train(stack(), remat=kmem.Remat(budget=budget, solver=solver))
 
     assert_equal(got, want)
 
@@ -271,14 +285,14 @@ def test_eager_steps_follow_a_plan():
 
 
 def test_a_share_is_of_what_eager_steps_need_where_steps_are_eager():
-    want = train(stack(run_eagerly=True))
+    want, budget = train_and_share(0.85, stack(run_eagerly=True))
     model = stack(run_eagerly=True)
 
-    plan = kmem.plan(model, batch(), budget=0.85)
+    plan = kmem.plan(model, batch(), budget=budget)
     got = train(model, remat=plan)
 
     assert plan.mode == "eager"
-    assert plan.budget_bytes == pytest.approx(0.85 * want[2], rel=0.15)
+    assert plan.budget_bytes == pytest.approx(budget * want[2], rel=0.15)
     assert got[2] <= plan.budget_bytes
     assert_equal(got, want)
 
@@ -287,9 +301,10 @@ def test_a_share_is_of_what_eager_steps_need_where_steps_are_eager():
 @pytest.mark.filterwarnings("ignore:XLA has compiled")
 def test_compiled_steps_follow_a_plan():
     """XLA fuses otherwise: the numbers differ in their last bits."""
-    want = train(stack(jit_compile=True, optimizer="sgd"))
+    plain = stack(jit_compile=True, optimizer="sgd")
+    want, budget = train_and_share(0.85, plain)
 
-    got = train(stack(jit_compile=True, optimizer="sgd"), remat=0.85)
+    got = train(stack(jit_compile=True, optimizer="sgd"), remat=budget)
 
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
 
@@ -299,7 +314,7 @@ def test_after_fit_the_model_is_plain_again():
     model.fit(dataset(), verbose=0, shuffle=False)
     attributes, function = set(vars(model)), model.train_function
 
-    model.fit(dataset(), verbose=0, shuffle=False, remat=0.85)
+    model.fit(dataset(), verbose=0, shuffle=False, remat="auto")
 
     assert model.train_function is function
     # Traces, for the next time.
