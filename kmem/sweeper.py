@@ -78,13 +78,13 @@ def sweep(
 
     import kmem
 
-    layers = [keras.layers.Dense(64, "relu") for _ in range(8)]
-    model = keras.Sequential([keras.Input((64,)), *layers])
+    layers = [keras.layers.Conv2D(8, 3, activation="relu") for _ in range(8)]
+    model = keras.Sequential([keras.Input((48, 48, 1)), *layers])
     model.compile("sgd", "mse")
-    x = np.zeros((8192, 64), "float32")
-    found = kmem.sweep(model, (x, x), [0.8, 0.5], steps=2)
+    x, y = np.zeros((32, 48, 48, 1)), np.zeros((32, 32, 32, 8))
+    found = kmem.sweep(model, (x, y), [0.9, 0.75], steps=2)
     print(found.summary())
-    kmem.wrap(model).fit(x, x, batch_size=8192, dtr=found.recommended)
+    kmem.wrap(model).fit(x, y, dtr=found.recommended)
     ```
     """
     asked = _SHARES if thresholds is None else tuple(thresholds)
