@@ -3,6 +3,7 @@
 A process of its own: the logical devices must be set before TensorFlow starts.
 """
 
+import functools
 import json
 
 import cases
@@ -43,12 +44,17 @@ def make_strategy():
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
+@functools.cache
+def on_one_device(name):
+    return train(cases.ALL[name], batch_size=20, epochs=1)
+
+
 def errors(strategy, name, options):
     def mirrored():
         with strategy.scope():
             return cases.ALL[name]()
 
-    want, history = train(cases.ALL[name], batch_size=20, epochs=1)
+    want, history = on_one_device(name)
     model, logs = train(mirrored, **options, epochs=1)
     return relative_error(state(model), state(want)), log_error(logs, history)
 
@@ -73,7 +79,7 @@ def deep(synchronized=False):
     """A case whose activations take most memory, with layers that draw random
     numbers and keep statistics."""
     block = []
-    for _ in range(6):
+    for _ in range(3):
         block += [
             layers.Dense(16, "tanh"),
             layers.Dropout(0.2),

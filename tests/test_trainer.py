@@ -306,31 +306,14 @@ def test_the_same_options_are_traced_once(arguments):
     assert len(runs) == once + 1
 
 
-@pytest.mark.parametrize(
-    "suffix, options",
-    [
-        *((".keras", options) for options in OPTIONS),
-        (".weights.h5", OPTIONS[0]),
-    ],
-    ids=str,
-)
-def test_a_saved_model_loads_without_kmem(
-    model, arguments, options, suffix, tmp_path, python
-):
-    """Also one that a callback saves in the middle of training."""
-    path = tmp_path / f"model{suffix}"
-    checkpoint = keras.callbacks.ModelCheckpoint(
-        path, save_weights_only=suffix == ".weights.h5"
-    )
-    model.fit(**arguments, **options, callbacks=[checkpoint])
-    np.savez(tmp_path / "state.npz", *state(model))
-
-    code, _, errors = python.run(f"""
-        import sys, warnings
-        import keras, numpy as np
-        warnings.simplefilter("error")
-        if "{suffix}" == ".keras":
-            model = keras.models.load_model(r"{path}")
+LOAD = """
+    import sys, warnings
+    import keras, numpy as np
+    warnings.simplefilter("error")
+    for index, suffix in enumerate({suffixes}):
+        path = f"{{index}}{{suffix}}"
+        if suffix == ".keras":
+            model = keras.models.load_model(path)
         else:
             model = keras.Sequential(
                 [
@@ -341,16 +324,38 @@ def test_a_saved_model_loads_without_kmem(
             )
             model.compile(keras.optimizers.Adam(1e-2), "mse")
             model.optimizer.build(model.trainable_variables)
-            model.load_weights(r"{path}")
+            model.load_weights(path)
         values = model.get_weights()
         values += [v.numpy() for v in model.optimizer.variables]
-        want = np.load(r"{tmp_path / "state.npz"}")
-        assert len(want.files) == len(values)
+        want = np.load(f"{{index}}.npz")
+        assert len(want.files) == len(values), path
         for got, name in zip(values, want.files):
-            np.testing.assert_array_equal(got, want[name])
-        assert "kmem" not in sys.modules
-        assert model.layers[0].dtype_policy.name == "float32"
-    """)
+            np.testing.assert_array_equal(got, want[name], path)
+        assert model.layers[0].dtype_policy.name == "float32", path
+    assert "kmem" not in sys.modules
+"""
+
+
+def test_saved_models_load_without_kmem(
+    arguments, tmp_path, python, monkeypatch
+):
+    """Also those that a callback saves in the middle of training."""
+    monkeypatch.chdir(tmp_path)
+    saved = [
+        *((".keras", options) for options in OPTIONS),
+        (".weights.h5", OPTIONS[0]),
+    ]
+    for index, (suffix, options) in enumerate(saved):
+        model = kmem.wrap(cases.dense())
+        checkpoint = keras.callbacks.ModelCheckpoint(
+            f"{index}{suffix}", save_weights_only=suffix == ".weights.h5"
+        )
+        model.fit(**arguments, **options, callbacks=[checkpoint])
+        np.savez(f"{index}.npz", *state(model))
+
+    # One process for all, as it takes longer to start than to load them.
+    suffixes = [suffix for suffix, _ in saved]
+    code, _, errors = python.run(LOAD.format(suffixes=suffixes))
 
     assert code == 0, errors
 

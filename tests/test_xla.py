@@ -41,6 +41,11 @@ FLAG = """
     with memory.track("CPU") as usage:
         step(x)
     print(usage.peak_bytes - usage.start_bytes)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert xla.prefer_little_memory() == ({prefer} and in_order)
+    print(*[each.message for each in caught])
 """
 
 TRAINED = """
@@ -100,22 +105,37 @@ def run(python, code):
     return json.loads(output)
 
 
-def test_xla_can_be_told_to_take_less_memory(native_library, python):
-    default = run(python, FLAG.format(prefer=False))
-    preferred = run(python, FLAG.format(prefer=True))
+def peak_and_warnings(python, prefer, flags=""):
+    """Of a step; then of a choice that comes after it."""
+    code = FLAG.format(prefer=prefer)
+    status, output, errors = python.run(code, XLA_FLAGS=flags)
+    assert status == 0, errors
+    peak, told = output.split("\n", 1)
+    return int(peak), told.strip()
 
-    assert default >= 8 * WIDE_BYTES
-    assert preferred < 4 * WIDE_BYTES
+
+def test_xla_can_be_told_to_take_less_memory(native_library, python):
+    peak, told = peak_and_warnings(python, prefer=True)
+
+    assert peak < 4 * WIDE_BYTES
+    assert told == ""
+
+
+def test_a_choice_that_comes_too_late_is_told(native_library, python):
+    flags = "--xla_cpu_enable_fast_math=false"
+
+    peak, told = peak_and_warnings(python, prefer=False, flags=flags)
+
+    assert peak >= 8 * WIDE_BYTES
+    assert f"XLA_FLAGS='{flags} --xla_cpu_enable_concurrency" in told
 
 
 def test_an_order_that_was_chosen_stays(native_library, python):
     flags = "--xla_cpu_enable_concurrency_optimized_scheduler=true"
-    code = FLAG.format(prefer=True)
 
-    status, output, errors = python.run(code, XLA_FLAGS=flags)
+    peak, _ = peak_and_warnings(python, prefer=True, flags=flags)
 
-    assert status == 0, errors
-    assert int(output) >= WIDE_BYTES * 8
+    assert peak >= 8 * WIDE_BYTES
 
 
 @pytest.mark.slow
@@ -132,29 +152,6 @@ def test_a_budget_is_kept_and_predicted_with_the_same_numbers(
     # Hence a rehearsal of one step.
     assert planned_peaks[0] == pytest.approx(planned_peaks[1], rel=1e-4)
     assert found["slowdown"] > 1
-
-
-def test_a_choice_that_comes_too_late_is_told(native_library, python):
-    code = """
-        import warnings
-
-        import tensorflow as tf
-
-        from kmem import native, xla
-
-        native.allocator()
-        tf.function(tf.negative, jit_compile=True)(0.0)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert not xla.prefer_little_memory()
-        print(*[each.message for each in caught])
-    """
-    flags = "--xla_cpu_enable_fast_math=false"
-
-    status, told, errors = python.run(code, XLA_FLAGS=flags)
-
-    assert status == 0, errors
-    assert f"XLA_FLAGS='{flags} --xla_cpu_enable_concurrency" in told
 
 
 def layers_and_input():
