@@ -8,6 +8,7 @@ predicted peak is one that was measured, where that was possible.
 """
 
 import dataclasses
+import math
 
 import tensorflow as tf
 
@@ -156,9 +157,11 @@ class Corrector:
         smallest = min(seen, default=drawn)
         bound = min(peak_lower_bound(self._chooser.network.graph), drawn)
         bound = min(bound + self._learned.extra_bytes, smallest)
+        # A little more is in memory when it is asked for.
+        least = (smallest + self._in_use) / (1 - 2 * self._margin)
         return InfeasibleBudget(
             budget + reserved,
-            int((smallest + self._in_use) / (1 - self._margin)) + 1 + reserved,
+            math.ceil(least) + reserved,
             bound + self._in_use + reserved,
         )
 
