@@ -279,6 +279,43 @@ def test_a_failing_operator_leaves_every_count_right():
     assert kmem.memory.current("CPU") - before < 10**5
 
 
+@tf.custom_gradient
+def no_gradient(x):
+    def gradient(_):
+        raise KeyboardInterrupt
+
+    return tf.identity(x), gradient
+
+
+@pytest.mark.parametrize(
+    "function, num_tensors, error",
+    [
+        (no_gradient, 40, KeyboardInterrupt),
+        # There is no room for the sum of y's gradients.
+        (tf.identity, 5, tf.errors.ResourceExhaustedError),
+    ],
+    ids=["gradient", "sum"],
+)
+def test_a_backward_pass_that_fails_frees_its_gradients(
+    function, num_tensors, error
+):
+    set_threshold(num_tensors)
+    with kmem.dtr.scope():
+        x = matrix()
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.sin(function(tf.cos(x))) + tf.tanh(x)
+            branches = [y * y, *(y * float(n) for n in range(7))]
+            loss = sum(map(tf.reduce_sum, branches))
+        with pytest.raises(error):
+            tape.gradient(loss, x)
+        del x, y, branches, loss, tape
+        gc.collect()
+
+    statistics = kmem.dtr.statistics()
+    assert (statistics.num_operators, statistics.live_bytes) == (0, 0)
+
+
 def test_strings_lists_and_ragged_tensors_pass_through():
     with kmem.dtr.scope():
         words = tf.strings.join([tf.constant(["a"] * 2000), "b"])

@@ -219,6 +219,33 @@ def test_too_small_a_threshold_says_what_would_do():
     assert got[2] <= least
 
 
+@pytest.mark.parametrize(
+    "make, compile", [(recurrent, None), (attention, "layers")]
+)
+def test_out_of_memory_leaves_the_counts_at_their_start(make, compile):
+    model, shape = compiled(make)
+    x, y = data(shape)
+    settings = {"evictee_minimum_size": 0, "compile": compile}
+    model.fit(x, y, dtr=kmem.DTR(**settings), verbose=0)
+    gc.collect()
+    before = kmem.memory.current("CPU")
+    with kmem.memory.track("CPU") as usage:
+        model.fit(x, y, dtr=kmem.DTR(**settings), verbose=0)
+    threshold = before + int(0.2 * (usage.peak_bytes - before))
+    for dtr in (kmem.DTR(threshold, **settings), kmem.DTR(**settings)):
+        try:
+            model.fit(x, y, dtr=dtr, verbose=0)
+        except tf.errors.ResourceExhaustedError:
+            assert dtr.eviction_threshold
+        else:
+            assert not dtr.eviction_threshold
+        gc.collect()
+        statistics = kmem.dtr.statistics()
+        assert (statistics.num_operators, statistics.live_bytes) == (0, 0)
+    # What was compiled holds some constants.
+    assert kmem.memory.current("CPU") - before < 10**5
+
+
 def test_nothing_grows_over_steps_of_varying_sizes():
     model, _ = compiled(recurrent)
     model = kmem.wrap(keras.Sequential(model.layers))

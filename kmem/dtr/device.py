@@ -112,6 +112,8 @@ class DeviceSession:
         """
         import tensorflow as tf
 
+        from kmem.dtr.backward import freed_on_failure
+
         _register(self._library)
         if not _in_use.acquire(blocking=False):
             raise ValueError(
@@ -122,7 +124,7 @@ class DeviceSession:
         try:
             self._begin(grows_from)
             try:
-                with tf.device(_NAME):
+                with tf.device(_NAME), freed_on_failure():
                     _latest.session = self
                     yield
             finally:

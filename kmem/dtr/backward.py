@@ -1,0 +1,123 @@
+"""Backward passes that let go of their gradients where they fail.
+
+TensorFlow never frees the gradients that wait for their turn when a backward
+pass ends with an error, as it does where memory runs out; and it goes on after
+a sum of gradients that has failed. Here a pass that has failed goes on to its
+end, where its error is raised, and runs nothing more.
+
+What it does not do: change a pass that does not fail, or one that runs outside
+of `freed_on_failure`. The functions that are replaced are private in
+TensorFlow; tests/test_dtr_device.py fails if they move.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import backprop
+from tensorflow.python.eager import imperative_grad
+from tensorflow.python.eager import record
+
+from kmem.capture import attribute
+
+_plain_pass = imperative_grad.imperative_grad
+_plain_record_operation = record.record_operation
+_plain_gradient = backprop._gradient_function
+_plain_sum = backprop._aggregate_grads
+_plain_zeros = backprop._zeros
+
+
+class _Running(threading.local):
+    """A thread's backward passes, one within another: the error of each, or
+    `None` as long as there is none."""
+
+    def __init__(self):
+        self.errors: list[BaseException | None] = []
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def freed_on_failure() -> Iterator[None]:
+    """Backward passes within free their gradients also if they fail."""
+    _register()
+    with (
+        attribute(imperative_grad, "imperative_grad", _run_pass),
+        attribute(record, "record_operation", _record_operation),
+    ):
+        yield
+
+
+@functools.cache
+def _register() -> None:
+    """Once and for all: it must not happen while a backward pass runs."""
+    pywrap_tfe.TFE_Py_RegisterGradientFunction(_gradient)
+    pywrap_tfe.TFE_Py_RegisterVSpace(
+        backprop._default_vspace._replace(aggregate_fn=_sum, zeros_fn=_zeros)
+    )
+
+
+def _run_pass(*args, **kwargs):
+    _running.errors.append(None)
+    try:
+        found = _plain_pass(*args, **kwargs)
+    finally:
+        error = _running.errors.pop()
+    try:
+        if error is not None:
+            raise error
+        return found
+    finally:
+        del error  # Its traceback holds this frame.
+
+
+def _gradient(name, attributes, num_inputs, *args):
+    call = functools.partial(
+        _plain_gradient, name, attributes, num_inputs, *args
+    )
+    return _unless_failed(call, [None] * num_inputs)
+
+
+def _record_operation(
+    op_type,
+    output_tensors,
+    input_tensors,
+    backward_function,
+    forward_function=None,
+):
+    nothing = [None] * len(input_tensors)
+
+    def backward(*gradients):
+        call = functools.partial(backward_function, *gradients)
+        return _unless_failed(call, nothing)
+
+    _plain_record_operation(
+        op_type, output_tensors, input_tensors, backward, forward_function
+    )
+
+
+def _sum(gradients):
+    return _unless_failed(
+        functools.partial(_plain_sum, gradients), gradients[0]
+    )
+
+
+def _zeros(*args):
+    return _unless_failed(functools.partial(_plain_zeros, *args), None)
+
+
+def _unless_failed(call: Callable[[], Any], nothing: Any) -> Any:
+    errors = _running.errors
+    if not errors:
+        return call()
+    if errors[-1] is None:
+        try:
+            return call()
+        except BaseException as error:
+            errors[-1] = error
+    return nothing
