@@ -75,8 +75,11 @@ def shown(first: list, second: list, gradient: list) -> list[tf.Operation]:
     second = [op for op in second if op.type not in _PASSED_ON]
     if [op.type for op in first] != [op.type for op in second]:
         return []
+    graphs = {op.graph for op in (*first, *second)}
+    if len(graphs) != 1:
+        return []
     readers = []
-    repeated = _repeated.setdefault(tf.compat.v1.get_default_graph(), {})
+    repeated = _repeated.setdefault(graphs.pop(), {})
     for one, other in zip(first, second, strict=True):
         # A loop that is differentiated has more results than one that is not.
         for output, again in zip(one.outputs, other.outputs, strict=False):
@@ -86,13 +89,8 @@ def shown(first: list, second: list, gradient: list) -> list[tf.Operation]:
             plain = {names.of_first(op) for op in _readers(output, _COPIES)}
             if len(plain) < 2:
                 continue
-            sums = []
-            if backward.intersection(_readers(output, _SAME_MEMORY)):
-                sums = [
-                    joining.sum_of_three(op)
-                    for op in _readers(output, _COPIES, later=False)
-                ]
-            if any(sums) or _may_be_joined(uses):
+            sums = _sums(output, backward)
+            if sums or _may_be_joined(uses):
                 readers.append(_reader(output, sums))
             if _may_be_joined(list(uses_again)):
                 readers.append(_reader(again, []))
@@ -106,6 +104,15 @@ def _may_be_joined(uses: list[tf.Operation]) -> bool:
         # What leaves the segment does so through several operations.
         return not within
     return len(uses) == 1 and uses[0].type not in _APART
+
+
+def _sums(tensor: tf.Tensor, backward: set[tf.Operation]) -> list[tf.Tensor]:
+    """The sums of three of what the backward pass reads as well."""
+    if backward.isdisjoint(_readers(tensor, _SAME_MEMORY)):
+        return []
+    readers = _readers(tensor, _COPIES, later=False)
+    sums = map(joining.sum_of_three, readers)
+    return [op.outputs[0] for op in sums if op is not None]
 
 
 def _readers(
@@ -122,17 +129,16 @@ def _readers(
                     found |= dict.fromkeys(_readers(made, through, later))
         elif op.type not in _OF_SHAPE and (later or not delayed):
             found[op] = None
-    again = _repeated[tensor.graph].get(tensor.name)
+    again = _repeated.get(tensor.graph, {}).get(tensor.name)
     if later and again is not None:
         second = tensor.graph.get_tensor_by_name(again)
         found |= dict.fromkeys(_readers(second, through))
     return list(found)
 
 
-def _reader(tensor: tf.Tensor, sums: list) -> tf.Operation:
-    """What reads a tensor, and holds it until sums of it are there."""
-    after = [op.outputs[0] for op in sums if op is not None]
+def _reader(tensor: tf.Tensor, until: list[tf.Tensor]) -> tf.Operation:
+    """What reads a tensor, and holds it until others are there."""
     with names.after(tensor):
-        copies = tf.identity_n([tensor, *after])
+        copies = tf.identity_n([tensor, *until])
     # One that is only waited for would become a control dependency.
     return names.lasting(copies[0]).op
