@@ -47,9 +47,16 @@ def maker(gradient) -> tf.Operation:
 def is_joined_later(weight_gradient: tf.Operation) -> bool:
     """Whether nothing may wait for it: TensorFlow joins it with the product
     with the learning rate, or a bias's with that of the convolution."""
-    if weight_gradient.type == "BiasAddGrad":
-        return is_of_convolution(weight_gradient)
+    if weight_gradient.type in ("BiasAddGrad", "Reshape"):
+        return is_of_bias(weight_gradient)
     return weight_gradient.type in _ARITHMETIC
+
+
+def is_of_bias(op: tf.Operation) -> bool:
+    """Whether it is the gradient of a convolution's bias, or a reshape."""
+    while op.type == "Reshape":
+        op = op.inputs[0].op
+    return op.type == "BiasAddGrad" and is_of_convolution(op)
 
 
 def is_of_convolution(weight_gradient: tf.Operation) -> bool:
@@ -64,9 +71,18 @@ def is_of_convolution(weight_gradient: tf.Operation) -> bool:
 
 def known_before(weight_gradient: tf.Operation) -> list[tf.Operation]:
     """What to wait for, so that a weight gradient is there or can be."""
-    if is_joined_later(weight_gradient):
-        return [tensor.op for tensor in weight_gradient.inputs]
-    return [weight_gradient]
+    if weight_gradient.type in _ARITHMETIC:
+        sources = [tensor.op for tensor in weight_gradient.inputs]
+    else:
+        sources = [weight_gradient]
+    return [_before_bias(op) if is_of_bias(op) else op for op in sources]
+
+
+def _before_bias(op: tf.Operation) -> tf.Operation:
+    """What makes the gradient that is summed up for a bias."""
+    while op.type == "Reshape":
+        op = op.inputs[0].op
+    return op.inputs[0].op
 
 
 def sum_of_three(addition: tf.Operation) -> tf.Operation | None:

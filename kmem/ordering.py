@@ -72,6 +72,7 @@ def hold_back(gradients: list) -> None:
             for op in stage
             if not is_unordered(op)
             and _takes_memory(op)
+            and not joining.is_of_bias(op)
             and not (op in weight_gradients and joining.is_joined_later(op))
         ]
         if stage:

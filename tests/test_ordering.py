@@ -3,6 +3,7 @@ import itertools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from kmem import remat
@@ -213,3 +214,33 @@ def test_missing_and_sparse_gradients_are_taken_as_they_are():
         return tf.convert_to_tensor(gradients[0])
 
     assert step(tf.constant([1, 1])).shape == (4, 4)
+
+
+@pytest.mark.parametrize("regularizer", [None, "l2"])
+def test_nothing_comes_between_the_gradients_of_a_convolution(regularizer):
+    convolution = keras.layers.Conv2D(4, 3, bias_regularizer=regularizer)
+    padding = keras.layers.ZeroPadding2D(1)
+    x = tf.random.stateless_normal((2, 8, 8, 3), seed=(1, 2))
+    convolution.build(padding(x).shape)
+    head = tf.Variable(tf.eye(4))
+    weights = [w.value for w in convolution.trainable_weights] + [head]
+
+    def gradients(block):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.tanh(block(x)) @ head)
+            loss += sum(convolution.losses)
+        return tape.gradient(loss, weights)
+
+    @tf.function(autograph=False)
+    def held_back():
+        # Its padding is done again for the kernel's gradient alone.
+        made = gradients(remat.recompute(lambda x: convolution(padding(x))))
+        hold_back(made)
+        return made
+
+    @tf.function(autograph=False)
+    def plain():
+        return gradients(lambda x: convolution(padding(x)))
+
+    for got, expected in zip(held_back(), plain(), strict=True):
+        np.testing.assert_array_equal(got, expected)

@@ -82,7 +82,8 @@ class Scopes:
 
 def after(tensor: tf.Tensor) -> _Entered:
     """A name scope whose operations sort as the tensor itself does."""
-    if tf.executing_eagerly():
+    # An eager tensor may also come from outside of the graph, as a constant.
+    if not tf.is_symbolic_tensor(tensor):
         return contextlib.nullcontext("")
     return tf.name_scope(f"{tensor.op.name}/")
 
