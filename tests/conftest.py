@@ -23,6 +23,7 @@ if HAS_COMPILER:
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
     if native.is_registered():
         return
     skip = pytest.mark.skip(reason="needs the native library, or a compiler")

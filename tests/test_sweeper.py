@@ -11,7 +11,10 @@ from keras import layers
 import kmem
 from kmem import cli
 
-pytestmark = pytest.mark.usefixtures("native_library")
+pytestmark = [
+    pytest.mark.early,
+    pytest.mark.usefixtures("native_library"),
+]
 
 EVERYTHING = kmem.DTR(evictee_minimum_size=0, compile=None)
 
