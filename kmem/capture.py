@@ -29,6 +29,13 @@ def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return layer._flatten_layers()
 
 
+def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """The layers directly inside a layer, or a model."""
+    inside = all_layers(layer)[1:]
+    deeper = {id(x) for each in inside for x in all_layers(each)[1:]}
+    return [each for each in inside if id(each) not in deeper]
+
+
 class DiscardedState(keras.StatelessScope):
     """A scope in which every assignment to a Keras variable is lost.
 

@@ -47,9 +47,7 @@ def maker(gradient) -> tf.Operation:
 def is_joined_later(weight_gradient: tf.Operation) -> bool:
     """Whether nothing may wait for it: TensorFlow joins it with the product
     with the learning rate, or a bias's with that of the convolution."""
-    if weight_gradient.type in ("BiasAddGrad", "Reshape"):
-        return is_of_bias(weight_gradient)
-    return weight_gradient.type in _ARITHMETIC
+    return weight_gradient.type in _ARITHMETIC or is_of_bias(weight_gradient)
 
 
 def is_of_bias(op: tf.Operation) -> bool:

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from kmem.capture import all_layers
 from kmem.capture import attribute
+from kmem.capture import children
 from kmem.dtr.compiled import CompiledCall
 from kmem.remat import state
 from kmem.remat.structure import Structure
@@ -50,19 +51,13 @@ class Blocks:
 
 def _find(layer) -> list[keras.layers.Layer]:
     found: dict[int, keras.layers.Layer] = {}
-    for child in _children(layer):
+    for child in children(layer):
         own = all(map(_is_kerass, all_layers(child)))
         if own and not any(map(_is_opened, all_layers(child))):
             found[id(child)] = child
         else:
             found |= {id(inner): inner for inner in _find(child)}
     return list(found.values())
-
-
-def _children(layer) -> list[keras.layers.Layer]:
-    inside = all_layers(layer)[1:]
-    deeper = {id(x) for each in inside for x in all_layers(each)[1:]}
-    return [each for each in inside if id(each) not in deeper]
 
 
 def _is_opened(layer) -> bool:

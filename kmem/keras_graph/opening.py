@@ -19,6 +19,7 @@ import keras
 
 from kmem.capture import all_layers
 from kmem.capture import attribute
+from kmem.capture import children
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +114,12 @@ def opened(model: keras.Model, visitor: Visitor) -> Iterator[None]:
                 continue
             run = _line_runner(each, functional, visitor)
             stack.enter_context(attribute(functional, _RUN, run))
-        children = {}
+        found = {}
         for tree in trees:
             run = functools.partial(_run_tree, visitor, tree, tree.call)
             stack.enter_context(attribute(tree, "call", run))
-            children |= {id(layer): layer for layer in _children(tree)}
-        for layer in children.values():
+            found |= {id(layer): layer for layer in children(tree)}
+        for layer in found.values():
             run = functools.partial(_run_child, visitor, layer, layer.call)
             stack.enter_context(attribute(layer, "call", run))
         yield
@@ -173,13 +174,6 @@ def _read_line(functional) -> Line:
         if node.operation and not node.is_input
     )
     return Line(parts, tuple(id(x) for x in functional.outputs))
-
-
-def _children(tree: keras.Model) -> list[keras.layers.Layer]:
-    """The layers directly inside a subclassed model."""
-    inside = all_layers(tree)[1:]
-    deeper = {id(x) for layer in inside for x in all_layers(layer)[1:]}
-    return [layer for layer in inside if id(layer) not in deeper]
 
 
 def _run_tree(visitor, tree, call, *args, **kwargs):
