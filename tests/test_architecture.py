@@ -13,7 +13,16 @@ import pytest
 # From low to high. A module may import modules of lower layers, or of its own
 # layer as long as no cycle appears. A package (`planning/`) is one entry.
 LAYERS = (
-    {"units", "versions", "checks", "options", "cache", "native", "memory"},
+    {
+        "units",
+        "versions",
+        "checks",
+        "options",
+        "cache",
+        "native",
+        "memory",
+        "drawing",
+    },
     {
         "batches",
         "capture",

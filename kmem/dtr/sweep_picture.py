@@ -2,22 +2,17 @@
 MegEngine's guide, measured, with what was predicted beside it.
 """
 
-import importlib.util
 import math
 import os
 from typing import TYPE_CHECKING
 from typing import Any
 
+from kmem import drawing
 from kmem.units import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_GREY = "#80868b"
-_BLUE = "#1a73e8"
-_AMBER = "#f9ab00"
-_RED = "#c5221f"
 
 
 def draw(sweep: Any, path: str | os.PathLike) -> None:
@@ -46,14 +41,7 @@ def figure(sweep: Any) -> "Figure":
     Raises:
         ImportError: If matplotlib is missing.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(
-            'Drawing a sweep needs matplotlib: pip install "kmem[plot]"'
-        )
-    # Not by way of pyplot, whose backend is the program's own choice.
-    from matplotlib.figure import Figure
-
-    result = Figure(figsize=(10, 5.8), layout="constrained")
+    result = drawing.new_figure("a sweep")
     time, peak = result.subplots(2, sharex=True, height_ratios=(3, 2))
     _draw_time(time, sweep)
     _draw_peak(peak, sweep)
@@ -66,7 +54,7 @@ def _draw_time(axes: "Axes", sweep: Any) -> None:
     axes.plot(
         [_megabytes(row.threshold_bytes) for row in rows],
         [_finite(sweep.predicted_slowdown(row)) for row in rows],
-        color=_AMBER,
+        color=drawing.AMBER,
         linestyle="--",
         marker=".",
         label="predicted by the simulator",
@@ -74,14 +62,14 @@ def _draw_time(axes: "Axes", sweep: Any) -> None:
     axes.plot(
         [_megabytes(row.threshold_bytes) for row in rows],
         [_finite(sweep.slowdown(row)) for row in rows],
-        color=_BLUE,
+        color=drawing.BLUE,
         marker="o",
         label="measured",
     )
     if sweep.plain.step_seconds:
         axes.axhline(
             sweep.slowdown(sweep.plain),
-            color=_GREY,
+            color=drawing.GREY,
             linestyle=":",
             label="plain eager Keras",
         )
@@ -90,7 +78,7 @@ def _draw_time(axes: "Axes", sweep: Any) -> None:
         failed,
         [1.0] * len(failed),
         "x",
-        color=_RED,
+        color=drawing.RED,
         label="cannot run" if failed else None,
     )
     for row in sweep.rows:
@@ -99,18 +87,13 @@ def _draw_time(axes: "Axes", sweep: Any) -> None:
                 _megabytes(row.threshold_bytes),
                 sweep.slowdown(row),
                 "*",
-                color=_BLUE,
+                color=drawing.BLUE,
                 markersize=16,
                 label=f"recommended: {format_size(row.threshold_bytes)}, "
                 f'"{recommended.heuristic}"',
             )
     axes.set_ylabel("time of a step,\nrelative to no threshold")
-    axes.set_title(
-        "A training step under DTR at several thresholds",
-        loc="left",
-        fontweight="bold",
-        fontsize=14,
-    )
+    drawing.set_title(axes, "A training step under DTR at several thresholds")
     _finish(axes)
 
 
@@ -120,7 +103,7 @@ def _draw_peak(axes: "Axes", sweep: Any) -> None:
     axes.plot(
         thresholds,
         [_megabytes(row.peak_bytes) for row in rows],
-        color=_BLUE,
+        color=drawing.BLUE,
         marker="o",
         label="measured peak",
     )
@@ -135,7 +118,7 @@ def _draw_peak(axes: "Axes", sweep: Any) -> None:
     if sweep.plain.peak_bytes:
         axes.axhline(
             _megabytes(sweep.plain.peak_bytes),
-            color=_GREY,
+            color=drawing.GREY,
             linestyle=":",
             label="plain eager Keras",
         )

@@ -7,13 +7,13 @@ backward pass would keep).
 """
 
 import collections
-import importlib.util
 import os
 from typing import TYPE_CHECKING
 from typing import Any
 
 import numpy as np
 
+from kmem import drawing
 from kmem.planning.network import Network
 from kmem.units import format_size
 
@@ -23,18 +23,14 @@ if TYPE_CHECKING:
 
     from kmem.planning.simulate import Simulation
 
-_GREY = "#80868b"
 _LIGHT_GREY = "#e3e5e8"
-_BLUE = "#1a73e8"
 _LIGHT_BLUE = "#cfe1fb"
-_AMBER = "#f9ab00"
 _LIGHT_AMBER = "#fdd663"
-_RED = "#c5221f"
 # Of a stage's forward pass; the last one stands for more as well.
 _NUM_RUNS = (
     ("runs once", _LIGHT_BLUE),
-    ("runs twice", _AMBER),
-    ("runs more often", _RED),
+    ("runs twice", drawing.AMBER),
+    ("runs more often", drawing.RED),
 )
 _NUM_NAMES = 5
 
@@ -65,14 +61,7 @@ def figure(plan: Any) -> "Figure":
     Raises:
         ImportError: If matplotlib is missing.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(
-            'Drawing a plan needs matplotlib: pip install "kmem[plot]"'
-        )
-    # Not by way of pyplot, whose backend is the program's own choice.
-    from matplotlib.figure import Figure
-
-    result = Figure(figsize=(10, 5.8), layout="constrained")
+    result = drawing.new_figure("a plan")
     memory, stages = result.subplots(2, height_ratios=(13, 1))
     _draw_memory(memory, plan)
     _draw_stages(stages, plan)
@@ -139,8 +128,10 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
             label=label,
         )
 
-    curve(plan.unplanned, graph.program, _GREY, "everything kept")
-    heights, edges = curve(plan.simulation, plan.schedule, _BLUE, "the plan")
+    curve(plan.unplanned, graph.program, drawing.GREY, "everything kept")
+    heights, edges = curve(
+        plan.simulation, plan.schedule, drawing.BLUE, "the plan"
+    )
     again = _runs_again(plan.schedule)
     fill(np.where(again, np.nan, heights), edges, _LIGHT_BLUE)
     if again.any():
@@ -168,7 +159,7 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
     axes.set_ylabel(f"memory in use, {unit}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper center", ncols=4, frameon=False)
-    axes.set_title(_title(plan), loc="left", fontweight="bold", fontsize=14)
+    drawing.set_title(axes, _title(plan))
 
 
 def _alignment(position: float) -> str:
