@@ -179,9 +179,11 @@ class Process:
 def rows(name, mode, num_steps):
     """Gives the lines of the table for a model in a mode."""
     with Process(train, name, mode, KERAS) as keras:
-        for _ in range(num_steps + 1):
-            keras.ask()
+        while len(keras.answers) <= num_steps and "error" not in keras.ask():
+            pass
         yield row(name, mode, KERAS, keras.answers, keras.answers)
+        if "error" in keras.answers[-1]:
+            return
         for way in (SCOPE, BY_HAND):
             yield beside(keras, name, mode, way, num_steps)
         held = keras.answers[-1]["held_bytes"]
