@@ -9,6 +9,7 @@ from kmem import versions as versions
 versions.check()
 
 from kmem import callbacks as callbacks  # noqa: E402
+from kmem import distributed as distributed  # noqa: E402
 from kmem import dtr as dtr  # noqa: E402
 from kmem import memory as memory  # noqa: E402
 from kmem.dtr.sweep import Sweep as Sweep  # noqa: E402

@@ -15,6 +15,10 @@ _MODULES = {
         "kmem.demo",
         "Train the same model with and without kmem, and compare.",
     ),
+    "launch": (
+        "kmem.launch_command",
+        "Run a script in several processes that train one model.",
+    ),
     "plan": (
         "kmem.plan_command",
         "Plan what a saved model's training step recomputes.",

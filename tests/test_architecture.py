@@ -22,6 +22,7 @@ LAYERS = (
         "native",
         "memory",
         "drawing",
+        "launching",
     },
     {
         "batches",
@@ -39,7 +40,7 @@ LAYERS = (
     },
     {"keras_graph", "dtr", "sharding"},
     {"multilevel", "autotune"},
-    {"monitor"},
+    {"monitor", "distributed"},
     {
         "session",
         "rehearsal",
@@ -55,6 +56,7 @@ LAYERS = (
         "report",
         "demo",
         "model_file",
+        "launch_command",
         "plan_command",
         "simulate_command",
         "sweep_command",
@@ -67,7 +69,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MAX_FILE_LINES = 400
 # A budget makes every addition ask what it is worth, and whether something
 # can go. Raise it in the change that needs it, and say why there.
-MAX_TOTAL_LINES = 16000
+MAX_TOTAL_LINES = 19000
 
 FRAMEWORKS = {"tensorflow", "keras"}
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda

@@ -1,0 +1,156 @@
+"""Processes that train one model together: starting them.
+
+`launch` starts one process for each device of this machine, or joins those
+that a cluster has started, like torchrun and MegEngine's launcher. They find
+each other by TF_CONFIG, as TensorFlow's own clusters do. What this module does
+not do: share a model between them; that is `fit(sharding=...)`.
+"""
+
+import os
+import pickle
+from collections.abc import Callable
+from multiprocessing import spawn
+from typing import Literal
+
+import tensorflow as tf
+
+from kmem.checks import is_integer
+from kmem.checks import is_real
+from kmem.checks import one_of
+from kmem.checks import positive_int
+from kmem.launching import attempts
+from kmem.launching import cluster
+from kmem.launching.attempts import RankFailed as RankFailed
+
+
+def launch(
+    main: Callable,
+    num_processes: int | None = None,
+    *,
+    restarts: int = 0,
+    network: Literal["private", "host"] = "private",
+    grace_seconds: float = 5.0,
+) -> list:
+    """Runs a function in several processes that can train together.
+
+    Each starts as a fresh Python, imports the module of `main` and calls it.
+    What it prints is passed on line by line, with `[0] ` before a line of
+    rank 0. Call it under `if __name__ == "__main__":`, as everything that
+    starts processes.
+
+    Where TF_CONFIG names several workers, as Kubernetes' TFJob sets it, or
+    in a task of SLURM's `srun`, this process is one of several already: `main`
+    is called in it, and the other arguments are left to the cluster.
+
+    Args:
+        main: A function of a module or script, called without arguments;
+            `functools.partial` gives it some.
+        num_processes: How many, each with a GPU of its own on a machine that
+            has some. `None` is one for each GPU.
+        restarts: How often to start all of them again after one has failed.
+            `main` is to go on from its last checkpoint.
+        network: `"private"` is one that only these processes are in, as
+            TensorFlow's server listens on every interface and asks nobody for
+            a password. There is no internet in it, and setuid programs do not
+            work; files keep their owners. Where the kernel does not allow it,
+            a warning says so. `"host"` is this machine's network.
+        grace_seconds: What the other processes are given to end once one has
+            failed, and all of them after Ctrl-C.
+
+    Returns:
+        A list of what `main` returned in each rank; on a cluster, of what it
+        returned in this one.
+
+    Raises:
+        RankFailed: If a process fails. The message names the first that did,
+            with its traceback; `exit_code` is what a shell would show.
+        ValueError: If an argument is not of this form.
+
+    Example:
+
+    <!-- not run: a function of the example itself is in no module -->
+    ```python
+    import kmem
+
+
+    def main():
+        model = build_and_compile()
+        return model.fit(x, y, sharding="full").history
+
+
+    if __name__ == "__main__":
+        histories = kmem.distributed.launch(main, num_processes=2)
+    ```
+    """
+    check(restarts, network, grace_seconds)
+    if cluster.join(os.environ):
+        return [main()]
+    gpus = visible_gpus()
+    return attempts.run(
+        _function_task(main),
+        how_many(num_processes, gpus),
+        gpus,
+        restarts,
+        network == "private",
+        grace_seconds,
+    )
+
+
+def check(restarts: int, network: str, grace_seconds: float) -> None:
+    """Refuses what is not of the form that `launch` takes."""
+    if not is_integer(restarts) or restarts < 0:
+        raise ValueError(
+            "`restarts` must be an integer, 0 or more. "
+            f"Received: restarts={restarts!r}"
+        )
+    one_of(network, "network", ("private", "host"))
+    if not is_real(grace_seconds) or grace_seconds < 0:
+        raise ValueError(
+            "`grace_seconds` must be a number of seconds, 0 or more. "
+            f"Received: grace_seconds={grace_seconds!r}"
+        )
+
+
+def visible_gpus() -> list[str]:
+    """CUDA's names of the GPUs that there are for the ranks."""
+    named = cluster.visible_gpus(os.environ)
+    if named is not None:
+        return named
+    return [
+        str(i) for i, _ in enumerate(tf.config.list_physical_devices("GPU"))
+    ]
+
+
+def how_many(num_processes: int | None, gpus: list[str]) -> int:
+    """The number of processes, each of which has a device."""
+    if num_processes is None:
+        if not gpus:
+            raise ValueError(
+                "`num_processes` must be given on a machine without a GPU. "
+                "Received: num_processes=None"
+            )
+        return len(gpus)
+    number = positive_int(num_processes, "num_processes")
+    if gpus and number > len(gpus):
+        raise ValueError(
+            f"`num_processes` must be at most {len(gpus)}, the number of "
+            "GPUs: each process has one. Set CUDA_VISIBLE_DEVICES to nothing "
+            f"to train on the CPU. Received: num_processes={number}"
+        )
+    return number
+
+
+def _function_task(main: Callable) -> dict:
+    """What `rank.py` needs to call a function in a fresh process."""
+    try:
+        function = pickle.dumps(main)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise ValueError(
+            "`main` must be a function of a module or a script, which a new "
+            f"process can import. Received: main={main!r} ({error})"
+        ) from error
+    # What `multiprocessing` hands to a process that it spawns.
+    preparation = spawn.get_preparation_data("rank")
+    # A secret of this process's, which pickles only for its own children.
+    del preparation["authkey"]
+    return {"function": function, "preparation": preparation}

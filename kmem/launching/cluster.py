@@ -1,0 +1,133 @@
+"""Tells from the environment whether this process is one of many already.
+
+TF_CONFIG, which Kubernetes' TFJob sets, is taken as it is; under SLURM it is
+made from what `srun` gives each task. Every task then has the same list of
+addresses, so tasks must be distributed over the nodes in blocks, as they are
+by default. What this module does not do: reach another host.
+"""
+
+import json
+import re
+from collections.abc import MutableMapping
+
+# Below the ports that Linux gives to outgoing connections. Each job of a node
+# that several jobs share gets its own range, with room for a node's tasks.
+_FIRST_PORT = 12000
+_PORTS_OF_JOB = 128
+_NUM_RANGES = 150
+
+
+def join(environment: MutableMapping[str, str]) -> bool:
+    """Makes the environment that of one worker of a cluster, if it is one.
+
+    Args:
+        environment: Usually `os.environ`. Under SLURM, TF_CONFIG is set in
+            it, and CUDA_VISIBLE_DEVICES is narrowed to the task's own GPU.
+
+    Returns:
+        Whether a cluster has started this process as one of several.
+
+    Raises:
+        ValueError: If what the cluster says cannot be right.
+    """
+    if environment.get("TF_CONFIG"):
+        return _num_workers(environment["TF_CONFIG"]) > 1
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return False
+    try:
+        _join_slurm(environment)
+    except KeyError as error:
+        raise ValueError(
+            f"{error.args[0]} must be set in a task of SLURM, as `srun` does. "
+            "Received: an environment without it"
+        ) from error
+    return True
+
+
+def tf_config(addresses: list[str], index: int) -> str:
+    """The TF_CONFIG of one worker."""
+    return json.dumps(
+        {
+            "cluster": {"worker": addresses},
+            "task": {"type": "worker", "index": index},
+        }
+    )
+
+
+def visible_gpus(environment: MutableMapping[str, str]) -> list[str] | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES names; `None` if it is not set."""
+    value = environment.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return None
+    # CUDA ignores what follows the first name that is no device.
+    named = re.match(r"(?!-1|NoDevFiles)[^,]+(,(?!-1)[^,]+)*", value.strip())
+    return named[0].split(",") if named else []
+
+
+def _num_workers(config: str) -> int:
+    try:
+        cluster = json.loads(config).get("cluster", {})
+        return sum(len(cluster.get(job, ())) for job in ("chief", "worker"))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(
+            "TF_CONFIG must be a JSON object with the addresses of all "
+            'workers, such as {"cluster": {"worker": ["a:2222", "b:2222"]}, '
+            f'"task": {{"type": "worker", "index": 0}}}}. Received: {config}'
+        ) from error
+
+
+def _join_slurm(environment: MutableMapping[str, str]) -> None:
+    hosts = _expand_hosts(environment["SLURM_STEP_NODELIST"])
+    counts = _expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
+    rank = int(environment["SLURM_PROCID"])
+    node = int(environment["SLURM_NODEID"])
+    local = int(environment["SLURM_LOCALID"])
+    tasks = [
+        (index, each)
+        for index, count in enumerate(counts)
+        for each in range(count)
+    ]
+    if len(hosts) != len(counts) or tasks[rank] != (node, local):
+        raise ValueError(
+            "SLURM must distribute the tasks in blocks: "
+            "`srun --distribution=block`. Received: task "
+            f"{rank} is number {local} on node {node} of {len(hosts)}, with "
+            f"{environment['SLURM_STEP_TASKS_PER_NODE']} tasks per node"
+        )
+    job = int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
+    port = _FIRST_PORT + job % _NUM_RANGES * _PORTS_OF_JOB
+    addresses = [f"{hosts[index]}:{port + each}" for index, each in tasks]
+    environment["TF_CONFIG"] = tf_config(addresses, rank)
+    gpus = visible_gpus(environment) or []
+    if 1 < counts[node] <= len(gpus):
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[local]
+
+
+def _expand_hosts(text: str) -> list[str]:
+    """`"a[08-10,12],b"` is a08, a09, a10, a12 and b."""
+    hosts = []
+    for pattern in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        hosts += _expand_pattern(pattern)
+    return hosts
+
+
+def _expand_pattern(pattern: str) -> list[str]:
+    match = re.search(r"\[([^\]]*)\]", pattern)
+    if match is None:
+        return [pattern]
+    expanded = []
+    for part in match[1].split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            name = f"{number:0{len(first)}d}"
+            rest = _expand_pattern(pattern[match.end() :])
+            expanded += [pattern[: match.start()] + name + x for x in rest]
+    return expanded
+
+
+def _expand_counts(text: str) -> list[int]:
+    """`"2(x3),1"` is 2, 2, 2 and 1."""
+    counts = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts
