@@ -158,10 +158,17 @@ def assert_command_exists(command: list[str]) -> None:
 
 
 @pytest.fixture
-def quiet_keras():
+def quiet_keras(monkeypatch):
     """No progress bars; the global settings that a text changes, restored."""
     import keras
 
+    import kmem
+
+    for name in (
+        *("eviction_threshold", "evictee_minimum_size"),
+        *("enable_sqrt_sampling", "heuristic"),
+    ):
+        monkeypatch.setattr(kmem.dtr, name, getattr(kmem.dtr, name))
     interactive = keras.config.is_interactive_logging_enabled()
     policy = keras.config.dtype_policy()
     keras.config.disable_interactive_logging()
