@@ -223,7 +223,9 @@ Status Runtime::RunAgain(Operator* op) {
     return Status(
         Code::kTooMuchRecomputation,
         "Recomputation must end: the threshold is so low that operators run "
-        "over and over. It has taken " +
+        "over and over. Raise it, or try another: heuristic=\"ancestors\" "
+        "recomputes far less in recurrent models, and `kmem simulate --best` "
+        "compares all heuristics on a recorded step. It has taken " +
             std::to_string(counts_.recomputed_nanoseconds) +
             " ns, the limit is " +
             std::to_string(options_.recomputation_limit) +

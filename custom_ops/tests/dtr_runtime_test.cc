@@ -253,6 +253,8 @@ void RecomputationHasALimit() {
   CHECK_TRUE(session.status.code == Code::kTooMuchRecomputation);
   CHECK_TRUE(session.status.message.find("It has taken 20 ns, the limit is 25 "
                                          "ns.") != std::string::npos);
+  CHECK_TRUE(session.status.message.find("heuristic=\"ancestors\"") !=
+             std::string::npos);
   CHECK_EQUAL(session.runtime.statistics().recomputed_nanoseconds, 20);
   session.runtime.set_recomputation_limit(30);
   session.Read(a);
