@@ -11,10 +11,10 @@ from typing import Any
 from typing import Literal
 
 import keras
-import tensorflow as tf
 
 from kmem import batches
 from kmem import memory
+from kmem import pipeline
 from kmem import plan_cache
 from kmem import xla
 from kmem.accumulation import build_optimizer
@@ -23,7 +23,6 @@ from kmem.correcting import Corrector
 from kmem.correcting import Learned
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
-from kmem.keras_graph.recording import num_bytes
 from kmem.options import Genetic
 from kmem.options import MemoryOptions
 from kmem.options import Remat
@@ -31,7 +30,6 @@ from kmem.planning.choosing import Chooser
 from kmem.planning.plan import Plan
 from kmem.session import option_precision
 
-_BATCHES_READY = 3
 _MAX_LEARNED = 8
 
 _learned: dict[tuple, Learned] = {}
@@ -100,7 +98,7 @@ def planned_for_fit(
 ) -> MemoryOptions:
     """`with_plan`, for what `fit` is given."""
     batch = batches.fit_batch(arguments)
-    reserved = 0 if batch is None else _pipeline_bytes(arguments, batch)
+    reserved = 0 if batch is None else pipeline.held_bytes(arguments, batch)
     verbose = 0 if arguments.get("verbose", "auto") in (0, 2) else 1
     return with_plan(model, options, batch, reserved, verbose)
 
@@ -200,22 +198,6 @@ def make_plan(
     made = corrector.plan(options.remat.budget, reserved_bytes)
     plan_cache.keep(asked, in_use, made)
     return made
-
-
-def _pipeline_bytes(arguments: MutableMapping[str, Any], batch) -> int:
-    """What the input pipeline holds on the device, if that is the CPU.
-
-    Keras copies arrays whole, and has a few batches ready.
-    """
-    if tf.config.list_logical_devices("GPU"):
-        return 0
-    arrays = [arguments.get(name) for name in ("x", "y", "sample_weight")]
-    copied = sum(
-        getattr(leaf, "nbytes", 0) for leaf in keras.tree.flatten(arrays)
-    )
-    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-    ready = sum(map(num_bytes, leaves))
-    return copied + _BATCHES_READY * ready
 
 
 def _build(model: keras.Model, batch) -> None:

@@ -4,9 +4,11 @@ cost: the figure of MegEngine's guide, for the user's own model.
 Every step begins with the same state and the same batch, so that all
 thresholds run the same program, and all take their steps in turns, so that
 other work on the machine slows all of them. One step with each batch is
-recorded besides, from which the simulator tells what to expect.
+recorded besides, from which the simulator tells what to expect. As many
+batches are in memory as an input pipeline has ready in `fit`.
 
-What it does not do: measure what an input pipeline holds on the device.
+What it does not do: know of arrays that `fit` is given, which Keras copies
+whole.
 """
 
 import dataclasses
@@ -19,6 +21,8 @@ import keras
 import tensorflow as tf
 
 from kmem import batches
+from kmem import memory
+from kmem import pipeline
 from kmem.capture import all_layers
 from kmem.dtr.forecast import Forecast
 from kmem.dtr.sweep import Row
@@ -32,7 +36,8 @@ from kmem.units import format_size
 from kmem.units import parse_size
 
 _SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
-_MAX_BATCHES = 4
+# The step's own, and those that are ready.
+_MAX_BATCHES = 1 + pipeline.BATCHES_READY
 
 
 def sweep(
@@ -95,17 +100,24 @@ def sweep(
             f"`steps` must be a positive integer. Received: steps={steps!r}"
         )
     gc.collect()
-    sweeper = _Sweeper(model, _tensors(data), dtr or DTR(), steps)
+    before = memory.current()
+    tensors = _tensors(data)
+    room = _room(tensors, memory.current() - before)
+    sweeper = _Sweeper(model, tensors, dtr or DTR(), steps, room)
     return sweeper.sweep(asked, verbose)
 
 
 class _Sweeper:
-    """Tries a model's training step under settings of DTR."""
+    """Tries a model's training step under settings of DTR, in what memory
+    `room` leaves."""
 
-    def __init__(self, model, data: list, settings: DTR, steps: int):
+    def __init__(
+        self, model, data: list, settings: DTR, steps: int, room: tf.Tensor
+    ):
         _build(model, data[0])
         self._model = model
         self._data = data
+        self._room = room
         self._settings = settings
         self._steps = steps
         self._trials: dict[DTR, Trial] = {}
@@ -163,9 +175,8 @@ class _Sweeper:
                 "A step must fit in the device under DTR. Received: "
                 f"{unlimited.error}"
             )
-        return Forecast(
-            programs, None if self._plain.error else unlimited.peaks
-        )
+        peaks = None if self._plain.error else unlimited.peaks
+        return Forecast(programs, peaks, memory.current())
 
     def _found(self, forecast: Forecast) -> Sweep:
         unlimited = self._trials[self._unlimited].seconds
@@ -244,6 +255,12 @@ def _tensor(leaf) -> tf.Tensor | None:
     if leaf is None or tf.is_tensor(leaf):
         return leaf
     return tf.convert_to_tensor(leaf, batches.specs_of(leaf).dtype)
+
+
+def _room(data: list, held_bytes: int) -> tf.Tensor:
+    """As much as `fit` holds of batches, less what is held of them already."""
+    needed = max(pipeline.ready_bytes(batch, _MAX_BATCHES) for batch in data)
+    return tf.zeros(max(needed - held_bytes, 0), tf.uint8)
 
 
 def _build(model: keras.Model, batch) -> None:

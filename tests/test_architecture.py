@@ -46,6 +46,7 @@ LAYERS = (
         "rehearsal",
         "trial",
         "correcting",
+        "pipeline",
         "plan_cache",
         "planner",
         "sweeper",

@@ -112,7 +112,7 @@ def test_a_forecast_adds_what_a_trace_does_not_know(tmp_path):
         *release("a", "c"),
     ]
     program = read_program(write(tmp_path / "step.log", lines))
-    known = Forecast([program], [300])
+    known = Forecast([program], [300], in_use=0)
     assert known.peak_bytes == 300
     # 200 bytes are unknown: 100 is the simulated peak.
     plenty = known.of(kmem.DTR(300, evictee_minimum_size=0))
@@ -123,6 +123,9 @@ def test_a_forecast_adds_what_a_trace_does_not_know(tmp_path):
     large = known.of(kmem.DTR(270, evictee_minimum_size=41))
     assert large.more_seconds == float("inf")
 
-    unknown = Forecast([program, program], None)
-    assert unknown.peak_bytes == 100
+    # Of 250 bytes that are in memory throughout, the step reads 10.
+    unknown = Forecast([program, program], None, in_use=250)
+    assert unknown.peak_bytes == 340
     assert unknown.of(kmem.DTR()).more_seconds == 0
+    tight = unknown.of(kmem.DTR(310, evictee_minimum_size=0))
+    assert (tight.more_seconds, tight.peak_bytes) == (1, 310)

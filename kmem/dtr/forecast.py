@@ -1,9 +1,10 @@
 """What the simulator expects of a training step at a threshold of DTR.
 
-A recorded step knows neither the workspace of its operators nor what lies
-outside of it, such as an optimizer's variables before they are read. Both are
-taken to be what they were in a step without a threshold: the peak that was
-measured there, less the peak that is simulated.
+A recorded step knows neither the workspace of its operators nor what is in
+memory that it does not read, such as other batches. Both are taken to be what
+they were in a step without a threshold: the peak that was measured there, less
+the peak that is simulated. Where no step fits without evictions, workspace is
+left out, and the rest is what is in memory between the steps.
 """
 
 import dataclasses
@@ -36,17 +37,29 @@ class Forecast:
         programs: The recorded steps.
         peaks: The peaks that were measured in them, in bytes, or `None` if
             they did not fit without evictions.
+        in_use: The bytes that are in memory between the steps.
+
+    Attributes:
+        peak_bytes: The largest peak of a step without evictions.
     """
 
     def __init__(
-        self, programs: Sequence[Program], peaks: Sequence[int] | None
+        self,
+        programs: Sequence[Program],
+        peaks: Sequence[int] | None,
+        in_use: int,
     ):
         self._programs = programs
         simulated = [simulate(program).peak_bytes for program in programs]
-        self.peak_bytes = max(simulated if peaks is None else peaks)
+        if peaks is None:
+            peaks = [
+                peak + max(in_use - program.constant_bytes, 0)
+                for peak, program in zip(simulated, programs, strict=True)
+            ]
+        self.peak_bytes = max(peaks)
         self._unknown_bytes = [
-            0 if peaks is None else peaks[index] - simulated[index]
-            for index in range(len(programs))
+            measured - known
+            for measured, known in zip(peaks, simulated, strict=True)
         ]
 
     def of(self, options: DTR) -> Expected:

@@ -24,11 +24,13 @@ class Program:
 
     Attributes:
         numbers: Instructions and their operands (custom_ops/dtr/simulate.h).
+        constant_bytes: What it reads of what was there before.
         num_operators: How many there are.
         seconds: How long they take.
     """
 
     numbers: np.ndarray
+    constant_bytes: int
     num_operators: int
     seconds: float
 
@@ -61,6 +63,7 @@ class _Reader:
         self.call: dict = {}
         self.pending: list[str] = []  # Results of the call that are to come.
         self.bytes = 0
+        self.constant_bytes = 0
         self.nanoseconds = 0
         self.num_operators = 0
 
@@ -94,6 +97,7 @@ class _Reader:
         elif name == self.constant:
             self.constant = None
             self.numbers += (_CONSTANT, num_bytes)
+            self.constant_bytes += num_bytes
             self._make(name, num_bytes)
         else:
             raise ValueError("not the bytes of the constant")
@@ -150,6 +154,7 @@ class _Reader:
             raise ValueError("A trace must end with a whole instruction.")
         return Program(
             numbers=np.array(self.numbers, np.int64),
+            constant_bytes=self.constant_bytes,
             num_operators=self.num_operators,
             seconds=self.nanoseconds / 1e9,
         )
