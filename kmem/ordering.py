@@ -3,13 +3,14 @@
 A graph's executor starts whatever is ready. Left alone, it follows the chain
 of input gradients, while weight gradients stay pending, and with them the
 activations that they read; it recomputes a segment while the gradients of the
-one before it are still made; and what it does first changes from step to
-step, and the peak with it. Control dependencies make a backward pass a row of
-short stages, each of which waits for the one before it: up to a weight
-gradient, then what else came with it. Within a stage operations run side by
-side. What it does not do: order a forward pass, or a recomputation within
-itself, where TensorFlow fuses operations that nothing has to wait for. XLA
-orders its operations itself.
+one before it are still made; and what it does first changes from step to step,
+and the peak with it. Control dependencies make a backward pass a row of short
+stages: up to a weight gradient, then what else came with it. Weight gradients
+are made one after another, and the rest runs ahead of them by one at the most:
+side by side, or processors would wait at the end of every stage. What it does
+not do: order a forward pass, or a recomputation within itself, where
+TensorFlow fuses operations that nothing has to wait for. XLA orders its
+operations itself.
 """
 
 import contextlib
@@ -62,12 +63,12 @@ def hold_back(gradients: list) -> None:
     needed = _ancestors(weight_gradients)
     ops = _sorted([op for op in graph.get_operations() if op in needed])
     first = next(i for i, op in enumerate(ops) if op in weight_gradients)
-    before = joining.known_before(ops[first])
+    last = last_but_one = joining.known_before(ops[first])
     # The forward pass is no stage, but what came with the first one is.
     at_first = _ancestors([ops[first]])
     rest = [op for op in ops[:first] if op not in at_first]
     for stage in [rest, *_stages(ops[first + 1 :], weight_gradients)]:
-        stage = [
+        held = [
             op
             for op in stage
             if not is_unordered(op)
@@ -75,8 +76,12 @@ def hold_back(gradients: list) -> None:
             and not joining.is_of_bias(op)
             and not (op in weight_gradients and joining.is_joined_later(op))
         ]
-        if stage:
-            before = _append(stage, before)
+        if not held:
+            continue
+        if weight_gradients.isdisjoint(stage):
+            _append(held, last_but_one)
+        else:
+            last_but_one, last = last, _append(held, last)
 
 
 @contextlib.contextmanager
