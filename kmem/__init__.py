@@ -12,6 +12,7 @@ from kmem import callbacks as callbacks  # noqa: E402
 from kmem import distributed as distributed  # noqa: E402
 from kmem import dtr as dtr  # noqa: E402
 from kmem import memory as memory  # noqa: E402
+from kmem import multilevel as multilevel  # noqa: E402
 from kmem.dtr.sweep import Sweep as Sweep  # noqa: E402
 from kmem.keras_graph.profiling import profile as profile  # noqa: E402
 from kmem.options import DTR as DTR  # noqa: E402

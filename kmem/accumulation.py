@@ -142,7 +142,7 @@ class Updater:
                     replica.all_reduce(tf.distribute.ReduceOp.SUM, present)
                 )
                 mean = [None if g is None else next(reduced) for g in mean]
-                stack.enter_context(_without_reduction(self._optimizer))
+                stack.enter_context(without_reduction(self._optimizer))
             self._optimizer.apply(mean, variables)
 
 
@@ -257,7 +257,7 @@ def _weighted_sum(gradients, factors):
 
 
 @contextlib.contextmanager
-def _without_reduction(optimizer):
+def without_reduction(optimizer):
     """Lets the optimizer take its gradients as summed over replicas already.
 
     Private in Keras: it reduces after it clips, so that every replica clips

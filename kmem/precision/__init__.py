@@ -5,6 +5,7 @@ keeps ids exact and names the layers whose own code is in the way, and
 `loss_scale` keeps small float16 gradients from becoming zero.
 """
 
+from kmem.precision.loss_scale import around as around
 from kmem.precision.loss_scale import loss_scaled as loss_scaled
 from kmem.precision.loss_scale import recall_scale as recall_scale
 from kmem.precision.loss_scale import remember_scale as remember_scale

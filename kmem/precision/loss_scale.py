@@ -48,15 +48,29 @@ def loss_scaled(model: keras.Model, option: MixedPrecision):
     # outlive it.
     with tf.init_scope(), model.distribute_strategy.scope():
         variables = model.trainable_variables if model.built else []
-        if variables and not inner.built:
-            inner.build(variables)
-        wrapper = _LossScaleOptimizer(
-            inner, option.initial_scale, option.dynamic_growth_steps
-        )
-        # Keras's optimizers ignore a second `build`; a user's own need not.
-        with attribute(inner, "build", lambda variables: None):
-            wrapper.build(variables)
+        wrapper = around(inner, variables, option)
     recall_scale(wrapper)
+    return wrapper
+
+
+def around(
+    inner: keras.optimizers.Optimizer, variables: list, option: MixedPrecision
+) -> keras.optimizers.LossScaleOptimizer:
+    """Puts a loss scale around an optimizer, which keeps its variables.
+
+    Args:
+        inner: The optimizer; it is built if there are variables.
+        variables: What it updates, or nothing if that is not known yet.
+        option: How the scale begins, and when it grows.
+    """
+    if variables and not inner.built:
+        inner.build(variables)
+    wrapper = _LossScaleOptimizer(
+        inner, option.initial_scale, option.dynamic_growth_steps
+    )
+    # Keras's optimizers ignore a second `build`; a user's own need not.
+    with attribute(inner, "build", lambda variables: None):
+        wrapper.build(variables)
     return wrapper
 
 

@@ -215,9 +215,14 @@ def ambient_key() -> tuple:
     return getattr(call, "training", None), getattr(autocast, "dtype", None)
 
 
+def current_scope() -> keras.StatelessScope | None:
+    """Through which variables are read and assigned, if not as they are."""
+    return global_state.get_global_attribute("stateless_scope")
+
+
 def within_scope() -> bool:
     """Whether variables are not read and assigned as they are."""
-    return global_state.get_global_attribute("stateless_scope") is not None
+    return current_scope() is not None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,300 @@
+"""Derivatives of a loss that is a mean over rows, of a batch in parts.
+
+With the loss, its gradient and products with its second derivatives are means
+over rows, and each is the mean of those of the parts of a batch, weighted by
+their rows: `Derivatives.mean` is the one place that knows of parts. What this
+module does not do: batch normalization sees one part at a time, and dropout
+draws anew for each.
+"""
+
+import abc
+import contextlib
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kmem import ordering
+from kmem import xla
+from kmem.multilevel import passes
+from kmem.multilevel import replicas
+from kmem.parts import Parts
+from kmem.remat import dependencies
+
+Tensors = list[tf.Tensor]
+
+
+class Derivatives(abc.ABC):
+    """The derivatives of one level's loss.
+
+    Args:
+        name: The level's name.
+        num_parts: The parts in which a batch is computed.
+        ordered: Whether a backward pass is kept from running ahead, which is
+            done anyway if there are several parts.
+
+    Attributes:
+        num_parts: The parts in which a batch is computed.
+    """
+
+    def __init__(self, name: str, num_parts: int, ordered: bool):
+        self.name = name
+        self.num_parts = num_parts
+        self._ordered = ordered or num_parts > 1
+        # Replicas trace a step in threads of their own.
+        self._local = threading.local()
+
+    @property
+    @abc.abstractmethod
+    def variables(self) -> list:
+        """What the level learns."""
+
+    @property
+    @abc.abstractmethod
+    def state(self) -> list:
+        """Keras's variables that the loss assigns, such as random seeds."""
+
+    @abc.abstractmethod
+    def loss_of(self, batch: Any) -> tf.Tensor:
+        """The loss of a batch, or of a part of one."""
+
+    @abc.abstractmethod
+    def look_once(self, batch: Any) -> None:
+        """Builds what the loss calls, and finds out about `state`."""
+
+    def values(self) -> Tensors:
+        """The values of its variables."""
+        return passes.read(self.variables)
+
+    def mean(self, function: Callable, batch: Any) -> Tensors:
+        """The mean over a batch's rows of what is a mean over a part's.
+
+        Args:
+            function: Takes a part of a batch, and returns a list of tensors
+                whose shapes do not depend on its rows.
+            batch: The batch, on every replica of a strategy its own.
+
+        Returns:
+            The list of the means, the same on all replicas.
+        """
+        self._rewind()
+        if self.num_parts == 1:
+            return replicas.mean(function(batch))
+        parts = Parts(batch, self.num_parts)
+
+        def weighted(part, rows, total):
+            share = tf.cast(rows, tf.float64) / tf.cast(total, tf.float64)
+            return [t * tf.cast(share, t.dtype) for t in function(part)]
+
+        outputs = None
+        if not tf.executing_eagerly():
+            # Traced once, for all parts and before the loop needs its types.
+            number = tf.TensorSpec([], tf.int32)
+            weighted = tf.function(
+                weighted, autograph=False
+            ).get_concrete_function(parts.spec, number, number)
+            if not dependencies.in_xla():
+                outputs = weighted.structured_outputs
+        return replicas.mean(
+            parts.sum(
+                lambda part, rows: weighted(part, rows, parts.rows), outputs
+            )
+        )
+
+    def gradient(
+        self,
+        batch: Any,
+        wrt: list | None = None,
+        at: Tensors | None = None,
+    ) -> Tensors:
+        """The gradient of the loss.
+
+        Args:
+            batch: The batch.
+            wrt: The variables to which it is taken; the level's by default.
+            at: Values to take instead of those of the level's variables.
+
+        Returns:
+            A tensor for each of `wrt`.
+        """
+        return self.loss_and_gradient(batch, wrt, at)[1]
+
+    def loss_and_gradient(
+        self,
+        batch: Any,
+        wrt: list | None = None,
+        at: Tensors | None = None,
+    ) -> tuple[tf.Tensor, Tensors]:
+        """The loss, and its gradient; see `gradient`."""
+        self.look_once(batch)
+        wrt = self.variables if wrt is None else wrt
+        scale = self._scale
+
+        def of_part(part):
+            values = self._substitutes(wrt, at)
+            sources = [values[id(variable)] for variable in wrt]
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(sources)
+                loss = self._loss_at(part, values)
+                scaled = loss if scale is None else loss * scale
+            found = _dense(tape.gradient(scaled, sources), sources)
+            self._hold_back(found)
+            return [loss, *found]
+
+        loss, *found = self.mean(of_part, batch)
+        return loss, _unscaled(found, scale)
+
+    def directional_gradient(
+        self,
+        batch: Any,
+        direction: Tensors,
+        wrt: list,
+        at: Tensors | None = None,
+    ) -> Tensors:
+        """The gradient of <dL/dw, direction>, w being the level's variables.
+
+        It leaves no trace: what the loss assigns is given back.
+
+        Args:
+            batch: The batch.
+            direction: A tensor for each of the level's variables.
+            wrt: The variables to which it is taken. For the level's own it is
+                the product of the loss's Hessian and the direction.
+            at: Values to take instead of those of the level's variables.
+
+        Returns:
+            A tensor for each of `wrt`.
+
+        Raises:
+            ValueError: If an operator has no second derivative.
+        """
+        self.look_once(batch)
+        scale = self._scale
+        norm: Any = None
+        if scale is not None:
+            # The scaled loss alone has to fit into 16 bits then.
+            norm = tf.linalg.global_norm(direction)
+            direction = [tf.math.divide_no_nan(d, norm) for d in direction]
+
+        def of_part(part):
+            values = self._substitutes(wrt, at)
+            own = [values[id(variable)] for variable in self.variables]
+            sources = [values[id(variable)] for variable in wrt]
+            with tf.GradientTape(watch_accessed_variables=False) as outer:
+                outer.watch(sources)
+                with tf.GradientTape(watch_accessed_variables=False) as inner:
+                    inner.watch(own)
+                    loss = self._loss_at(part, values)
+                    loss = loss if scale is None else loss * scale
+                gradient = _dense(inner.gradient(loss, own), own)
+                self._hold_back(gradient)
+                product = tf.add_n(
+                    [
+                        tf.reduce_sum(g * d)
+                        for g, d in zip(gradient, direction, strict=True)
+                    ]
+                )
+            found = _dense(outer.gradient(product, sources), sources)
+            self._hold_back(found)
+            return found
+
+        with self.replayed(batch), self._explained():
+            # Else the forward pass would run ahead of what asks for it.
+            eager = tf.executing_eagerly()
+            with tf.control_dependencies([] if eager else direction):
+                found = self.mean(of_part, batch)
+        if scale is not None:
+            found = [t * norm for t in found]
+        return _unscaled(found, scale)
+
+    @contextlib.contextmanager
+    def replayed(
+        self, batch: Any, state: Tensors | None = None
+    ) -> Iterator[None]:
+        """Starts each pass within from the same state, and leaves it as is.
+
+        Args:
+            batch: What the passes are of.
+            state: Values of `self.state`; as it is now by default.
+        """
+        if vars(self._local).get("entry") is not None:
+            yield
+            return
+        self.look_once(batch)
+        after = passes.read(self.state)
+        self._local.entry = after if state is None else state
+        try:
+            yield
+        finally:
+            self._rewind(after)
+            self._local.entry = None
+
+    @contextlib.contextmanager
+    def scaled(self, scale: tf.Tensor | None) -> Iterator[None]:
+        """Multiplies the loss within passes, and divides their results."""
+        before = self._scale
+        self._local.scale = scale
+        try:
+            yield
+        finally:
+            self._local.scale = before
+
+    @property
+    def _scale(self) -> tf.Tensor | None:
+        return vars(self._local).get("scale")
+
+    def _rewind(self, state: Tensors | None = None) -> None:
+        """Assigns the state that each pass starts from, if there is one."""
+        state = vars(self._local).get("entry") if state is None else state
+        if state is not None:
+            for variable, value in zip(self.state, state, strict=True):
+                passes.assign(variable, value)
+
+    def _substitutes(
+        self, wrt: list, at: Tensors | None
+    ) -> dict[int, tf.Tensor]:
+        """By `id`, the values of the level's variables and of `wrt`."""
+        own = [id(variable) for variable in self.variables]
+        known = dict(zip(own, at or self.values(), strict=True))
+        others = [v for v in wrt if id(v) not in known]
+        values = passes.read(others)
+        return known | dict(zip(map(id, others), values, strict=True))
+
+    def _loss_at(self, part, values: dict[int, tf.Tensor]) -> tf.Tensor:
+        with passes.Substituted(values):
+            return self.loss_of(part)
+
+    def _hold_back(self, gradients: Tensors) -> None:
+        """Orders the backward pass, where memory is to be saved."""
+        if tf.executing_eagerly() or not self._ordered:
+            return
+        order = xla if dependencies.in_xla() else ordering
+        order.hold_back(gradients)
+
+    @contextlib.contextmanager
+    def _explained(self):
+        try:
+            yield
+        except (LookupError, NotImplementedError) as error:
+            raise ValueError(
+                f"The loss of level '{self.name}' must have second "
+                "derivatives: replace the operator, or give the level "
+                "`hypergradient=FiniteDifference()`, which needs none. "
+                f"Received: {error}"
+            ) from error
+
+
+def _dense(gradients: list, values: Tensors) -> Tensors:
+    """Zeros for `None`, and no `IndexedSlices`."""
+    return [
+        tf.zeros_like(value) if g is None else tf.convert_to_tensor(g)
+        for g, value in zip(gradients, values, strict=True)
+    ]
+
+
+def _unscaled(tensors: Tensors, scale: tf.Tensor | None) -> Tensors:
+    if scale is None:
+        return tensors
+    return [t / tf.cast(scale, t.dtype) for t in tensors]

@@ -1,0 +1,377 @@
+"""How a gradient passes through a level: one object for each way.
+
+A level's variables w minimise its loss L(w, x), where x are the variables of
+another level. By the implicit function theorem, a gradient v with regard to w
+becomes, with regard to x,
+
+    -d/dx <dL/dw, u>,  where H u = v and H is the Hessian of L in w
+
+(Lorraine, Vicol and Duvenaud, AISTATS 2020, arXiv:1911.02590). The objects
+differ in u. All derivatives are exact, those of a batch in parts included, and
+none of them moves a weight. What this module does not do: estimate gradients
+of losses that have none, as reinforcement learning does.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from typing import Protocol
+
+import keras
+import tensorflow as tf
+
+from kmem.checks import is_integer
+from kmem.checks import is_real
+from kmem.checks import positive_int
+from kmem.checks import set_fields
+from kmem.multilevel import replicas
+
+Tensors = list[tf.Tensor]
+
+
+class Problem(Protocol):
+    """What is needed of a level."""
+
+    name: str
+    optimizer: Any
+
+    @property
+    def variables(self) -> list: ...
+
+    @property
+    def steps(self) -> list: ...
+
+    @property
+    def computes_in_16_bits(self) -> bool: ...
+
+    def values(self) -> Tensors: ...
+
+    def replayed(self, batch, state=None) -> Any: ...
+
+    def gradient(self, batch, wrt=None, at=None) -> Tensors: ...
+
+    def directional_gradient(
+        self, batch, direction, wrt, at=None
+    ) -> Tensors: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """H is taken for the identity: u = v, and the mixed product is exact.
+
+    The cost is that of a gradient and of its gradient.
+
+    Example:
+
+    ```python
+    from kmem.multilevel import Identity
+
+    hypergradient = Identity()
+    ```
+    """
+
+    def __call__(
+        self, vector: Tensors, level: Problem, batch: Any, wrt: list
+    ) -> Tensors:
+        """Takes a gradient through a level.
+
+        Args:
+            vector: A gradient with regard to the level's variables.
+            level: The level.
+            batch: What its loss is computed of.
+            wrt: The variables to which the gradient is taken.
+
+        Returns:
+            The gradient with regard to `wrt`, a list of tensors.
+        """
+        return _mixed(vector, level, batch, wrt)
+
+
+@dataclasses.dataclass(frozen=True)
+class FiniteDifference:
+    """The mixed product as a difference of two gradients, where u = v.
+
+    -(g(w + e v) - g(w - e v)) / 2e with g = dL/dx and e = alpha / |v|: it
+    needs first derivatives only, hence the least memory. It is an estimate,
+    and another quantity where the loss has a stopped gradient: that makes the
+    mixed derivative unsymmetric.
+
+    Args:
+        alpha: The length of the step; `None` is 0.01, or 0.1 if the level
+            computes in 16 bits.
+
+    Raises:
+        ValueError: If `alpha` is not positive.
+
+    Example:
+
+    ```python
+    from kmem.multilevel import FiniteDifference
+
+    hypergradient = FiniteDifference(alpha=0.02)
+    ```
+    """
+
+    alpha: float | None = None
+
+    def __post_init__(self):
+        if self.alpha is not None:
+            _check_positive(self.alpha, "alpha")
+
+    def __call__(
+        self, vector: Tensors, level: Problem, batch: Any, wrt: list
+    ) -> Tensors:
+        """Takes a gradient through a level; see `Identity`."""
+        alpha = self.alpha or (0.1 if level.computes_in_16_bits else 0.01)
+        norm = tf.linalg.global_norm(vector)
+        step = tf.math.divide_no_nan(tf.constant(alpha, norm.dtype), norm)
+        moves = [v * tf.cast(step, v.dtype) for v in vector]
+        with level.replayed(batch):
+            values = level.values()
+            forth = level.gradient(batch, wrt, at=_add(values, moves))
+            # One after the other: side by side they take twice the memory.
+            with tf.control_dependencies(_in_graph(forth)):
+                opposite = [-move for move in moves]
+                back = level.gradient(batch, wrt, at=_add(values, opposite))
+        scale = norm / (2 * alpha)
+        return [
+            (b - f) * tf.cast(scale, f.dtype)
+            for f, b in zip(forth, back, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Neumann:
+    """H is inverted by a series: u = alpha * sum_k (I - alpha H)^k v.
+
+    Args:
+        iterations: The terms after the first.
+        alpha: The step; the series needs less than 2 / the largest eigenvalue
+            of H.
+
+    Raises:
+        ValueError: If `iterations` is negative, or `alpha` not positive.
+
+    Example:
+
+    ```python
+    from kmem.multilevel import Neumann
+
+    hypergradient = Neumann(iterations=10, alpha=0.5)
+    ```
+    """
+
+    iterations: int = 5
+    alpha: float = 1.0
+
+    def __post_init__(self):
+        if not (is_integer(self.iterations) and self.iterations >= 0):
+            raise ValueError(
+                "`iterations` must be a non-negative integer. "
+                f"Received: iterations={self.iterations!r}"
+            )
+        _check_positive(self.alpha, "alpha")
+
+    def __call__(
+        self, vector: Tensors, level: Problem, batch: Any, wrt: list
+    ) -> Tensors:
+        """Takes a gradient through a level; see `Identity`."""
+
+        def add_term(term, total):
+            product = level.directional_gradient(batch, term, level.variables)
+            term = [
+                t - self.alpha * p for t, p in zip(term, product, strict=True)
+            ]
+            return term, _add(total, term)
+
+        with level.replayed(batch):
+            _, total = _repeated(
+                self.iterations, add_term, (list(vector), list(vector))
+            )
+            total = [self.alpha * t for t in total]
+            return _mixed(total, level, batch, wrt)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConjugateGradient:
+    """H u = v is solved by conjugate gradients, from u = 0.
+
+    It ends early where the residual is small, and where a direction of no
+    positive curvature shows that H has no such solution.
+
+    Args:
+        iterations: The most steps.
+        tolerance: It ends when the residual is smaller than this share of v.
+
+    Raises:
+        ValueError: If `iterations` or `tolerance` is not positive.
+
+    Example:
+
+    ```python
+    from kmem.multilevel import ConjugateGradient
+
+    hypergradient = ConjugateGradient(iterations=10)
+    ```
+    """
+
+    iterations: int = 5
+    tolerance: float = 1e-10
+
+    def __post_init__(self):
+        iterations = positive_int(self.iterations, "iterations")
+        set_fields(self, iterations=iterations)
+        _check_positive(self.tolerance, "tolerance")
+
+    def __call__(
+        self, vector: Tensors, level: Problem, batch: Any, wrt: list
+    ) -> Tensors:
+        """Takes a gradient through a level; see `Identity`."""
+        start = _dot(vector, vector)
+        enough = start * self.tolerance**2
+
+        def improve(solution, residual, direction, square):
+            product = level.directional_gradient(
+                batch, direction, level.variables
+            )
+            curvature = _dot(direction, product)
+            active = (square > enough) & (curvature > 0)
+            step = _where(active, tf.math.divide_no_nan(square, curvature))
+            solution = _add(solution, direction, step)
+            residual = _add(residual, product, -step)
+            after = _dot(residual, residual)
+            share = _where(active, tf.math.divide_no_nan(after, square))
+            direction = _add(residual, direction, share)
+            return solution, residual, direction, after
+
+        state = ([tf.zeros_like(v) for v in vector], vector, vector, start)
+        with level.replayed(batch):
+            solution, *_ = _repeated(self.iterations, improve, state)
+            return _mixed(solution, level, batch, wrt)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unrolled:
+    """Through the level's last `unroll_steps` updates by SGD, step by step.
+
+    The adjoint of w' = w + m', m' = momentum * m - rate * dL/dw, at the
+    weights, batches and random numbers of each step. It keeps the weights of
+    every step, and activations of one.
+
+    Example:
+
+    ```python
+    from kmem.multilevel import Unrolled
+
+    hypergradient = Unrolled()
+    ```
+    """
+
+    def __call__(
+        self, vector: Tensors, level: Problem, batch: Any, wrt: list
+    ) -> Tensors:
+        """Takes a gradient through a level; see `Identity`.
+
+        `batch` is not used: every step has its own.
+
+        Raises:
+            ValueError: If the level made no steps within the program's.
+        """
+        if not level.steps:
+            raise ValueError(
+                "`Unrolled` needs the steps of a level that was trained by a "
+                f"`Program` just before. Received: level '{level.name}' "
+                "without steps"
+            )
+        momentum: Any = level.optimizer.momentum
+        momentum = keras.ops.cast(momentum, vector[0].dtype)
+        of_weights = vector
+        of_velocity = [tf.zeros_like(v) for v in vector]
+        of_others: Tensors = []
+        num_own = len(level.variables)
+        for step in reversed(level.steps):
+            of_velocity = _add(of_velocity, of_weights)
+            of_gradient = [
+                -tf.cast(step.learning_rate, v.dtype) * v for v in of_velocity
+            ]
+            with level.replayed(step.batch, step.state):
+                found = level.directional_gradient(
+                    step.batch,
+                    of_gradient,
+                    [*level.variables, *wrt],
+                    at=step.values,
+                )
+            of_weights = _add(of_weights, found[:num_own])
+            of_velocity = [v * momentum for v in of_velocity]
+            rest = found[num_own:]
+            of_others = _add(of_others, rest) if of_others else rest
+        return of_others
+
+    @staticmethod
+    def check(level: Problem) -> None:
+        """Refuses updates whose adjoint this is not.
+
+        Raises:
+            ValueError: If the level's optimizer is not plain SGD.
+        """
+        optimizer = level.optimizer
+        changed = [
+            name
+            for name in (
+                *("nesterov", "weight_decay", "use_ema", "clipnorm"),
+                *("clipvalue", "global_clipnorm"),
+            )
+            if getattr(optimizer, name, None)
+        ]
+        if type(optimizer) is not keras.optimizers.SGD or changed:
+            raise ValueError(
+                "`Unrolled` needs a level that is trained by "
+                "`keras.optimizers.SGD`, with no option but a learning rate "
+                "and a momentum: use `Identity`, `Neumann` or "
+                f"`ConjugateGradient`. Received: level '{level.name}' with "
+                f"{type(optimizer).__name__} {' '.join(changed)}".rstrip()
+            )
+
+
+def _mixed(vector: Tensors, level: Problem, batch, wrt: list) -> Tensors:
+    return [-p for p in level.directional_gradient(batch, vector, wrt)]
+
+
+def _repeated(count: int, body: Callable, state: tuple) -> tuple:
+    """`body` applied to `state` again and again."""
+    if tf.executing_eagerly() or replicas.num_replicas() > 1:
+        # Replicas cannot meet within a loop of a graph.
+        for _ in range(count):
+            state = body(*state)
+        return state
+    _, *found = tf.while_loop(
+        lambda i, *state: i < count,
+        lambda i, *state: (i + 1, *body(*state)),
+        (0, *state),
+        parallel_iterations=1,
+    )
+    return tuple(found)
+
+
+def _in_graph(tensors: Tensors) -> Tensors:
+    return [] if tf.executing_eagerly() else tensors
+
+
+def _dot(a: Tensors, b: Tensors) -> tf.Tensor:
+    return tf.add_n([tf.reduce_sum(x * y) for x, y in zip(a, b, strict=True)])
+
+
+def _add(a: Tensors, b: Tensors, factor: Any = 1) -> Tensors:
+    """a + factor * b."""
+    return [x + factor * y for x, y in zip(a, b, strict=True)]
+
+
+def _where(condition: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    return tf.where(condition, value, tf.zeros_like(value))
+
+
+def _check_positive(value, name: str) -> None:
+    if not (is_real(value) and value > 0):
+        raise ValueError(
+            f"`{name}` must be a positive number. Received: {name}={value!r}"
+        )

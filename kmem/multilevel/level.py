@@ -1,0 +1,265 @@
+"""One level of a multilevel program: a model, its loss, and its optimizer.
+
+What this module does not do: order levels, or pass gradients between them.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem import capture
+from kmem import precision
+from kmem.checks import is_real
+from kmem.checks import positive_int
+from kmem.multilevel import losses
+from kmem.multilevel import passes
+from kmem.multilevel import planned
+from kmem.multilevel.derivatives import Derivatives
+from kmem.multilevel.derivatives import Tensors
+from kmem.multilevel.hypergradients import Identity
+from kmem.multilevel.hypergradients import Unrolled
+from kmem.options import MemoryOptions
+
+_SIXTEEN_BITS = ("float16", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Where an update of a level started.
+
+    Attributes:
+        batch: Its batch.
+        state: What the loss assigns, such as random seeds, before it.
+        values: The level's variables before it.
+        learning_rate: That of the update.
+    """
+
+    batch: Any
+    state: Tensors
+    values: Tensors
+    learning_rate: tf.Tensor
+
+
+class Level(Derivatives):
+    """One optimisation problem of a multilevel program.
+
+    Args:
+        model: A `keras.Model`. Its trainable variables are what the level
+            learns.
+        loss: A function of a batch, `loss(x, y)` for batches `(x, y)`, that
+            returns a scalar: a mean over the batch's rows. It calls whatever
+            models it likes, those of other levels included.
+        optimizer: A `keras.optimizers.Optimizer`, or the name of one.
+        name: The level's name; the model's by default.
+        unroll_steps: The level's updates before the level above makes one.
+        hypergradient: How gradients pass through this level to others:
+            `Identity()` by default.
+        roll_back: Once the level above made its update, go back to where this
+            level was before, and make one update, with the last batch.
+        tasks_per_update: One update for this many rounds of the levels below,
+            with the mean of the gradients after each.
+        microbatches: Compute each batch in this many parts.
+        gradient_accumulation_steps: One update for this many of the loader's
+            batches, equal to that of their union.
+        mixed_precision: As in `kmem.Model.fit`, for all of the program's
+            models while this level's loss is computed.
+        remat: As in `kmem.Model.fit`, likewise.
+        clipnorm: The most that the global norm of the level's gradient may
+            be; it is scaled down to this.
+
+    Raises:
+        ValueError: If an argument is not of this form.
+
+    Example:
+
+    ```python
+    import keras
+    from keras import ops
+
+    from kmem.multilevel import Level
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+
+    def loss(x, y):
+        return ops.mean(ops.square(model(x) - y))
+
+    level = Level(model, loss, keras.optimizers.SGD(0.1), microbatches=4)
+    x, y = keras.random.normal((32, 8)), keras.random.normal((32, 1))
+    kernel_gradient, bias_gradient = level.gradient((x, y))
+    ```
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        loss: Callable[..., Any],
+        optimizer: keras.optimizers.Optimizer | str,
+        *,
+        name: str | None = None,
+        unroll_steps: int = 1,
+        hypergradient: Any = None,
+        roll_back: bool = False,
+        tasks_per_update: int = 1,
+        microbatches: Any = 1,
+        gradient_accumulation_steps: Any = 1,
+        mixed_precision: Any = None,
+        remat: Any = None,
+        clipnorm: float | None = None,
+    ):
+        if not isinstance(model, keras.Model):
+            raise ValueError(
+                f"`model` must be a `keras.Model`. Received: model={model!r}"
+            )
+        if not callable(loss):
+            raise ValueError(
+                f"`loss` must be a function of a batch. Received: loss={loss!r}"
+            )
+        if clipnorm is not None and not (is_real(clipnorm) and clipnorm > 0):
+            raise ValueError(
+                "`clipnorm` must be a positive number. "
+                f"Received: clipnorm={clipnorm!r}"
+            )
+        self.model = model
+        # A `tf.function` keeps the variables' values that it first saw.
+        self.loss: Any = getattr(loss, "python_function", loss)
+        self.optimizer: Any = keras.optimizers.get(optimizer)
+        self.unroll_steps = positive_int(unroll_steps, "unroll_steps")
+        self.hypergradient = hypergradient or Identity()
+        self.roll_back = bool(roll_back)
+        self.tasks_per_update = positive_int(
+            tasks_per_update, "tasks_per_update"
+        )
+        self.clipnorm = clipnorm
+        self.options = MemoryOptions(
+            microbatches=microbatches,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            mixed_precision=mixed_precision,
+            remat=remat,
+        )
+        super().__init__(
+            name or model.name,
+            num_parts=self.options.microbatches.count * self.num_batches,
+            ordered=remat is not None,
+        )
+        if self.keeps_steps:
+            Unrolled.check(self)
+        # Those that its loss may call; the program knows them all.
+        self.models = [model]
+        self._planned: Callable | None = None
+        self._looked: passes.Looking | None = None
+
+    @property
+    def num_batches(self) -> int:
+        """The loader's batches in an update."""
+        return self.options.gradient_accumulation_steps.steps
+
+    @property
+    def variables(self) -> list:
+        """What the level learns."""
+        return self.model.trainable_variables
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether its hypergradient wants to know its last updates."""
+        return isinstance(self.hypergradient, Unrolled)
+
+    @property
+    def steps(self) -> list[Step]:
+        """Its updates since the level above made its last one."""
+        return vars(self._local).setdefault("steps", [])
+
+    @property
+    def computes_in_16_bits(self) -> bool:
+        """Whether its loss is computed in 16 bits."""
+        return (
+            self.options.mixed_precision is not None
+            or self.model.compute_dtype in _SIXTEEN_BITS
+        )
+
+    def look_once(self, batch: Any) -> None:
+        """Looks at the loss, if that was not done."""
+        if self._looked is None:
+            self.look(batch)
+
+    @property
+    def state(self) -> list:
+        """Keras's variables that the loss assigns, such as random seeds."""
+        return list(self._looked.assigned.values()) if self._looked else []
+
+    def look(self, batch: Any, compiled: bool = False) -> passes.Looking:
+        """Traces the loss, builds what it calls, and plans what it recomputes.
+
+        Args:
+            batch: A batch, or its `tf.TensorSpec`s; with `remat`, one of the
+                parts in which batches are computed.
+            compiled: Whether XLA will compile the steps.
+
+        Returns:
+            What the loss reads and assigns.
+
+        Raises:
+            ValueError: If the loss is no scalar, if the level has nothing to
+                learn, or if no plan fits in the budget.
+        """
+        looking = passes.Looking()
+        calls: planned.Calls = []
+
+        def trace(batch):
+            with looking, losses.noting_calls(self.models, calls):
+                self.loss_of(batch)
+
+        # Not a part of a step that may be in the making.
+        with tf.init_scope():
+            losses.trace(trace, batch)
+        if not self.variables:
+            raise ValueError(
+                "A level must have trainable variables: give it another "
+                "model, or set `trainable=True` on its layers. Received: "
+                f"level '{self.name}' of model '{self.model.name}'"
+            )
+        self._looked = looking
+        remat = self.options.remat
+        if remat is not None:
+            with tf.init_scope():
+                self._planned = planned.context(
+                    calls, remat, self._mixed, compiled
+                )
+        return looking
+
+    def loss_of(self, batch: Any) -> tf.Tensor:
+        """The loss of a batch, computed in what the level wants."""
+        arguments = (batch,)
+        if isinstance(batch, tuple | list):
+            arguments = tuple(batch)
+        with contextlib.ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(self._mixed(model))
+            if self._planned is not None:
+                stack.enter_context(self._planned())
+            loss = losses.value(self.loss, arguments)
+        if loss.shape.rank != 0:
+            raise ValueError(
+                "A level's loss must be a scalar, the mean over the batch's "
+                "rows: end it with `keras.ops.mean`. Received: level "
+                f"'{self.name}' with a loss of shape {loss.shape}"
+            )
+        return loss
+
+    def _mixed(self, model: keras.Model):
+        """The context in which a model computes in what the level wants."""
+        option = self.options.mixed_precision
+        if option is None:
+            return contextlib.nullcontext()
+        # A name is that of a layer in one of the models.
+        elsewhere = {
+            layer.name
+            for other in self.models
+            for layer in capture.all_layers(other)
+        } - {layer.name for layer in capture.all_layers(model)}
+        exclude = [name for name in option.exclude if name not in elsewhere]
+        option = dataclasses.replace(option, exclude=tuple(exclude))
+        return precision.applied(model, option)

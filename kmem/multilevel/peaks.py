@@ -1,0 +1,93 @@
+"""Estimates what a traced function needs, from its graph.
+
+Its operations are replayed in the order in which they were traced: a result
+is there from the operation that makes it to the last one that reads it. That
+is what an executor does that runs one operation at a time. What it does not
+do: know the workspace of an operation, results that take over the memory of
+an argument, or several operations that run side by side.
+"""
+
+import math
+from typing import Any
+
+import tensorflow as tf
+
+# Their result is their argument, shown differently.
+_SAME_MEMORY = frozenset(
+    "ExpandDims Identity IdentityN PreventGradient Reshape Squeeze "
+    "StopGradient".split()
+)
+# Their results are in memory all the time.
+_RESIDENT = frozenset("Const Placeholder ReadVariableOp".split())
+
+
+def temporary_bytes(graph: Any) -> int:
+    """The most that a graph's results take at a time.
+
+    Args:
+        graph: That of a concrete function, of known shapes.
+    """
+    ops = _needed(graph)
+    last_reads: dict[Any, int] = {}
+    for position, op in enumerate(ops):
+        for tensor in op.inputs:
+            last_reads[_memory(tensor)] = position
+    for tensor in graph.outputs:
+        last_reads[_memory(tensor)] = len(ops)
+    current, peak = 0, 0
+    ends: dict[int, int] = {}
+    for position, op in enumerate(ops):
+        made = 0
+        for tensor in op.outputs:
+            key = _memory(tensor)
+            if key == tensor.ref() and op.type not in _RESIDENT:
+                size = _num_bytes(tensor)
+                made += size
+                last = last_reads.get(key, position)
+                ends[last] = ends.get(last, 0) + size
+        current += made
+        peak = max(peak, current + _within(op))
+        current -= ends.get(position, 0)
+    return peak
+
+
+def _needed(graph) -> list[tf.Operation]:
+    """The operations that are run, in the order of the trace."""
+    waiting = [*(t.op for t in graph.outputs), *graph.control_outputs]
+    found: set[tf.Operation] = set()
+    while waiting:
+        op = waiting.pop()
+        if op not in found:
+            found.add(op)
+            waiting += [tensor.op for tensor in op.inputs]
+            waiting += op.control_inputs
+    return [op for op in graph.get_operations() if op in found]
+
+
+def _memory(tensor: tf.Tensor) -> Any:
+    """The tensor whose memory a tensor shows."""
+    while tensor.op.type in _SAME_MEMORY:
+        tensor = tensor.op.inputs[list(tensor.op.outputs).index(tensor)]
+    return tensor.ref()
+
+
+def _within(op: tf.Operation) -> int:
+    """What the functions that an operation calls need."""
+    functions = [
+        op.graph._get_function(value.name)
+        for attr in op.op_def.attr
+        if attr.type == "func"
+        for value in [op.get_attr(attr.name)]
+    ]
+    return max(
+        (temporary_bytes(f.graph) for f in functions if f is not None),
+        default=0,
+    )
+
+
+def _num_bytes(tensor: tf.Tensor) -> int:
+    if tensor.dtype in (tf.resource, tf.variant, tf.string):
+        return 0
+    # A dimension that is not known is that of a part's rows.
+    shape = tensor.shape.as_list() if tensor.shape.rank is not None else []
+    return math.prod(size or 1 for size in shape) * tensor.dtype.size

@@ -1,0 +1,298 @@
+"""A multilevel program as a `keras.Model`: `fit` trains all of its levels."""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from kmem import batches
+from kmem.multilevel import edges as finding
+from kmem.multilevel import feeding
+from kmem.multilevel import reporting
+from kmem.multilevel import scaling
+from kmem.multilevel.level import Level
+from kmem.multilevel.rounds import Round
+from kmem.multilevel.rounds import Structure
+
+
+class Program(keras.Model):
+    """Levels that are trained together by `fit`.
+
+    A step is one update of the top level; each level below makes its
+    `unroll_steps` before each update of the one above that reads it.
+    Callbacks, `History`, `steps_per_execution` and checkpoints are Keras's:
+    `save_weights` saves all of the levels' weights and optimizers. Logs hold
+    the mean of each level's loss as `<name>_loss`.
+
+    Args:
+        levels: A list of `Level`s, lowest first. Levels that read each other
+            have no order but this one.
+        edges: `"infer"`, or pairs of names, each a level and one that its
+            loss reads: those to differentiate through.
+        name: The program's name.
+
+    Raises:
+        ValueError: If the levels are not of this form.
+
+    Example:
+
+    ```python
+    import keras
+    import tensorflow as tf
+    from keras import ops
+
+    from kmem.multilevel import Level, Program
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    weigh = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+
+    def weighted_loss(x, y):
+        return ops.mean(ops.sigmoid(weigh(x)) * ops.square(model(x) - y))
+
+    def clean_loss(x, y):
+        return ops.mean(ops.square(model(x) - y))
+
+    program = Program([
+        Level(model, weighted_loss, keras.optimizers.SGD(0.1), name="model"),
+        Level(weigh, clean_loss, keras.optimizers.Adam(), name="weigh"),
+    ])
+    x, y = keras.random.normal((64, 8)), keras.random.normal((64, 1))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    history = program.fit({"model": data, "weigh": data}, epochs=2)
+    sorted(history.history)  # ["model_loss", "weigh_loss"]
+    ```
+    """
+
+    def __init__(
+        self,
+        levels: list[Level],
+        *,
+        edges: str | Iterable[tuple[str, str]] = "infer",
+        name: str | None = None,
+    ):
+        super().__init__(name=name)
+        _check(levels)
+        self.levels = list(levels)
+        self._wanted_edges: Any = edges if edges == "infer" else list(edges)
+        self._models = [level.model for level in levels]
+        self._trackers = [
+            keras.metrics.Mean(name=f"{level.name}_loss") for level in levels
+        ]
+        self._optimizers = [level.optimizer for level in levels]
+        self._structure: Any = None
+        self._parts: dict[str, Any] = {}
+        self._validation_model: Any = None
+        self.compile()
+
+    @property
+    def optimizers(self) -> list:
+        """The levels' optimizers, with the loss scales around them."""
+        return list(self._optimizers)
+
+    def compile(
+        self,
+        *,
+        steps_per_execution: int = 1,
+        jit_compile: bool = False,
+        run_eagerly: bool = False,
+    ) -> None:
+        """Says how steps run; the levels have their losses and optimizers.
+
+        Args:
+            steps_per_execution: As in `keras.Model.compile`.
+            jit_compile: Likewise; off by default.
+            run_eagerly: Likewise.
+        """
+        super().compile(
+            optimizer=None,
+            loss=None,
+            steps_per_execution=steps_per_execution,
+            jit_compile=jit_compile,
+            run_eagerly=run_eagerly,
+        )
+
+    def prepare(self, data: dict[str, Any]) -> None:
+        """Builds the levels, and finds out which one reads which.
+
+        `fit` does so by itself.
+
+        Args:
+            data: For each level's name, its `tf.data.Dataset` or a batch.
+
+        Raises:
+            ValueError: If a level cannot be trained; see `Level.look`.
+        """
+        if self._structure is not None:
+            return
+        strategy = self.distribute_strategy
+        self._parts = first = feeding.first_batches(data)
+        for level in self.levels:
+            level.models = [each.model for each in self.levels]
+            count = level.options.microbatches.count
+            count *= strategy.num_replicas_in_sync
+            first[level.name] = batches.part_of(first[level.name], count)
+        with strategy.scope():
+            found = finding.find(self.levels, first, bool(self.jit_compile))
+            if self._wanted_edges != "infer":
+                found = finding.chosen(self.levels, found, self._wanted_edges)
+            self._optimizers = scaling.optimizers(self.levels, found)
+        self._structure = Structure(self.levels, found, self._optimizers)
+        self.built = True
+
+    def summary(
+        self,
+        data: dict[str, Any] | None = None,
+        print_fn: Callable[[str], Any] = print,
+    ) -> None:
+        """Prints the levels, what reads what, and what an update needs.
+
+        The peaks are estimated, from a trace; see
+        `kmem.multilevel.reporting`.
+
+        Args:
+            data: As in `prepare`; needed if that was not called, nor `fit`.
+            print_fn: What is called with the text.
+
+        Raises:
+            ValueError: If it is not known what the levels are given.
+        """
+        if data is not None:
+            self.prepare(data)
+        if self._structure is None:
+            raise ValueError(
+                "`summary` needs to know what the levels are given: call "
+                "`summary(data)` with what `fit` gets. Received: data=None"
+            )
+        print_fn(reporting.summary(self._structure, self._parts))
+
+    def fit(
+        self,
+        x: dict[str, Any],
+        *,
+        steps_per_epoch: int | None = None,
+        validation_data: Any = None,
+        validation_model: keras.Model | None = None,
+        sharding: Any = None,
+        **kwargs,
+    ):
+        """Trains all levels.
+
+        Args:
+            x: For each level's name, a `tf.data.Dataset` of its batches.
+            steps_per_epoch: The top level's updates in an epoch; the data
+                sets are repeated. Without it, an epoch ends with the first
+                data set that does.
+            validation_data: What `validation_model` is evaluated on.
+            validation_model: A compiled model; its logs get the prefix
+                `val_`.
+            sharding: Not available in this version of kmem.
+            **kwargs: As in `keras.Model.fit`: `epochs`, `callbacks`,
+                `verbose`, `initial_epoch`, `validation_freq` and so on.
+
+        Returns:
+            Keras's `History`.
+
+        Raises:
+            ValueError: If the data are not the levels', or a level cannot be
+                trained. Nothing has been changed then.
+        """
+        if sharding is not None:
+            raise NotImplementedError(
+                "`sharding` is not available in this version of kmem for a "
+                "`Program`: make it in the scope of a `tf.distribute` "
+                f"strategy. Received: sharding={sharding!r}"
+            )
+        feeding.check(x, [level.name for level in self.levels])
+        self._set_validation_model(validation_data, validation_model)
+        self.prepare(x)
+        counts = [level.name for level in self.levels]
+        counts = dict(zip(counts, self._structure.num_batches, strict=True))
+        stream, steps = feeding.stream(
+            x, counts, steps_per_epoch is not None, self.distribute_strategy
+        )
+        # The data sets shuffle, if they are told to.
+        kwargs.setdefault("shuffle", False)
+        history = super().fit(
+            stream,
+            steps_per_epoch=steps_per_epoch or steps,
+            validation_data=validation_data,
+            **kwargs,
+        )
+        for level in self.levels:
+            level.optimizer.finalize_variable_values(level.variables)
+        return history
+
+    def train_step(self, data: dict[str, Any]) -> dict[str, Any]:
+        """One update of the top level, and those below as it asks for."""
+        round_ = Round(self._structure, data)
+        round_.update(len(self.levels) - 1)
+        for tracker, losses in zip(self._trackers, round_.losses, strict=True):
+            for loss in losses:
+                tracker.update_state(loss)
+        for level in self.levels:
+            level.steps.clear()
+        return {tracker.name: tracker.result() for tracker in self._trackers}
+
+    def save_own_variables(self, store: Any) -> None:
+        """Saves what Keras leaves out: the states of random numbers."""
+        super().save_own_variables(store)
+        for number, variable in enumerate(self._seeds()):
+            store[f"seed_{number}"] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads what `save_own_variables` saved."""
+        seeds = {
+            f"seed_{number}": variable
+            for number, variable in enumerate(self._seeds())
+        }
+        super().load_own_variables(
+            {key: store[key] for key in store.keys() if key not in seeds}
+        )
+        for key in seeds.keys() & set(store.keys()):
+            seeds[key].assign(store[key])
+
+    def _seeds(self) -> list:
+        """Variables that no layer saves, those of the losses included."""
+        used = [v for level in self.levels for v in level.state]
+        found = {id(v): v for v in (*self.variables, *used)}
+        for variable in self.weights:
+            found.pop(id(variable), None)
+        return list(found.values())
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        """A step of the model that is validated."""
+        return self._validation_model.test_step(data)
+
+    def _set_validation_model(self, data, model) -> None:
+        if data is None:
+            return
+        if not (isinstance(model, keras.Model) and model.compiled):
+            raise ValueError(
+                "`validation_model` must be a compiled model, such as one of "
+                "a level after `model.compile(loss=..., metrics=...)`. "
+                f"Received: validation_model={model!r}"
+            )
+        if model is not self._validation_model:
+            self._validation_model = model
+            self.test_function = None
+
+
+def _check(levels) -> None:
+    if not isinstance(levels, list | tuple) or not levels:
+        raise ValueError(
+            "`levels` must be a list of levels, lowest first: levels that read "
+            "each other have no order of their own. "
+            f"Received: levels={levels!r}"
+        )
+    for level in levels:
+        if not isinstance(level, Level):
+            raise ValueError(
+                f"`levels` must be a list of `Level`s. Received: {level!r}"
+            )
+    names = [level.name for level in levels]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            "Levels must have different names: give them `name=...`. "
+            f"Received: {names}"
+        )

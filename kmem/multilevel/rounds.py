@@ -1,0 +1,218 @@
+"""One update of a program's top level, and all that goes before it.
+
+Every level below is updated as often as the one above asks for. A level's
+gradient is that of its own loss, and what reaches its variables through the
+levels below, which have just been updated.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem.multilevel import passes
+from kmem.multilevel import replicas
+from kmem.multilevel import scaling
+from kmem.multilevel.derivatives import Tensors
+from kmem.multilevel.edges import Edges
+from kmem.multilevel.edges import Tree
+from kmem.multilevel.edges import parents
+from kmem.multilevel.edges import paths
+from kmem.multilevel.level import Level
+from kmem.multilevel.level import Step
+
+
+class Structure:
+    """Levels in their order, and how they are connected.
+
+    Args:
+        levels: The levels, lowest first.
+        edges: Which level reads which.
+        optimizers: The levels' optimizers, or what scales their losses.
+
+    Attributes:
+        trees: For each level, where its loss's gradient passes through.
+        children: For each level, the levels that step before it does.
+        num_updates: For each level, its updates in a round.
+        num_batches: For each level, the loader's batches in a round.
+    """
+
+    def __init__(self, levels: list[Level], edges: Edges, optimizers: list):
+        self.levels = levels
+        self.edges = edges
+        self.optimizers = optimizers
+        numbers = range(len(levels))
+        self.trees = [paths(edges, number) for number in numbers]
+        above = parents(edges, len(levels))
+        self.children = [
+            [child for child, parent in enumerate(above) if parent == number]
+            for number in numbers
+        ]
+        self.num_updates = [1] * len(levels)
+        for number in reversed(numbers[:-1]):
+            parent = above[number]
+            rounds = self.num_updates[parent] * levels[parent].tasks_per_update
+            self.num_updates[number] = rounds * levels[number].unroll_steps
+        self.num_batches = [
+            count * level.tasks_per_update * level.num_batches
+            for count, level in zip(self.num_updates, levels, strict=True)
+        ]
+
+
+@dataclasses.dataclass
+class _Last:
+    """A level's last batch, and its loss's state before that."""
+
+    batch: Any
+    state: Tensors
+
+
+class Round:
+    """One update of the top level; on each replica its own.
+
+    Args:
+        structure: The levels.
+        data: For each level's name its batches: one, or several stacked.
+
+    Attributes:
+        losses: For each level, the losses of its updates.
+    """
+
+    def __init__(self, structure: Structure, data: dict[str, Any]):
+        self._structure = structure
+        self._levels = structure.levels
+        self._data = data
+        self._taken = [0] * len(self._levels)
+        self._last: dict[int, _Last] = {}
+        self.losses: list[list[tf.Tensor]] = [[] for _ in self._levels]
+
+    def update(self, number: int) -> None:
+        """Updates a level, once the levels below have been."""
+        level = self._levels[number]
+        children = self._structure.children[number]
+        starts = {
+            child: _Start(
+                self._levels[child], self._structure.optimizers[child]
+            )
+            for child in children
+            if self._levels[child].roll_back
+        }
+        sums: Tensors = []
+        for _ in range(level.tasks_per_update):
+            for child in children:
+                self._levels[child].steps.clear()
+                for _ in range(self._levels[child].unroll_steps):
+                    self.update(child)
+            found = self.gradient(number, self._next_batch(number))
+            sums = list(map(tf.add, sums, found)) if sums else found
+        gradients = [t / level.tasks_per_update for t in sums]
+        self._apply(number, gradients)
+        for child, start in starts.items():
+            start.restore()
+            found = self.gradient(child, self._last[child].batch)
+            self._apply(child, found)
+
+    def start_from(self, number: int, batch: Any) -> None:
+        """Takes a level's last batch to be this one."""
+        state = passes.read(self._levels[number].state)
+        self._last[number] = _Last(batch, state)
+
+    def gradient(self, number: int, batch: Any) -> Tensors:
+        """The gradient of a level's loss, along all paths.
+
+        Args:
+            number: The level's.
+            batch: Its batch; those of the levels below are their last ones.
+        """
+        level, tree = self._levels[number], self._structure.trees[number]
+        self.start_from(number, batch)
+        wrt = [*level.variables]
+        for other in tree:
+            wrt += self._levels[other].variables
+        with contextlib.ExitStack() as stack:
+            scale = scaling.scale(self._structure.optimizers[number])
+            for each in self._levels:
+                stack.enter_context(each.scaled(scale))
+            loss, found = level.loss_and_gradient(batch, wrt)
+            total, *vectors = _split(found, [level, *self._at(tree)])
+            for other, vector in zip(tree, vectors, strict=True):
+                through = self._through(other, vector, tree[other], number)
+                total = list(map(tf.add, total, through))
+        self.losses[number].append(loss)
+        return total
+
+    def _through(
+        self, number: int, vector: Tensors, tree: Tree, top: int
+    ) -> Tensors:
+        """Takes a gradient through a level, and on to the top one."""
+        level, last = self._levels[number], self._last[number]
+        targets = self._at(tree)
+        wrt = [variable for each in targets for variable in each.variables]
+        with level.replayed(last.batch, last.state):
+            found = level.hypergradient(vector, level, last.batch, wrt)
+        total: Tensors = []
+        for other, part in zip(tree, _split(found, targets), strict=True):
+            if other != top:
+                part = self._through(other, part, tree[other], top)
+            total = list(map(tf.add, total, part)) if total else part
+        return total
+
+    def _apply(self, number: int, gradients: Tensors) -> None:
+        level = self._levels[number]
+        if level.clipnorm is not None:
+            gradients, _ = tf.clip_by_global_norm(gradients, level.clipnorm)
+        if level.keeps_steps:
+            last = self._last[number]
+            rate = tf.convert_to_tensor(level.optimizer.learning_rate)
+            step = Step(last.batch, last.state, level.values(), rate)
+            level.steps.append(step)
+        optimizer = self._structure.optimizers[number]
+        scale = scaling.scale(optimizer)
+        if scale is not None:
+            gradients = [t * tf.cast(scale, t.dtype) for t in gradients]
+        with replicas.reduced_already(optimizer):
+            optimizer.apply(gradients, level.variables)
+
+    def _next_batch(self, number: int) -> Any:
+        """The level's next batch: the union of several if it accumulates."""
+        level = self._levels[number]
+        data = self._data[level.name]
+        start = self._taken[number]
+        self._taken[number] += level.num_batches
+        if self._structure.num_batches[number] == 1:
+            return data
+        return keras.tree.map_structure(
+            functools.partial(_union, start, start + level.num_batches), data
+        )
+
+    def _at(self, numbers) -> list[Level]:
+        return [self._levels[number] for number in numbers]
+
+
+class _Start:
+    """Where a level was before its steps."""
+
+    def __init__(self, level: Level, optimizer):
+        self._variables = [*level.model.variables, *optimizer.variables]
+        self._values = passes.read(self._variables)
+
+    def restore(self) -> None:
+        for variable, value in zip(self._variables, self._values, strict=True):
+            passes.assign(variable, value)
+
+
+def _split(tensors: Tensors, levels: list[Level]) -> list[Tensors]:
+    """A list for each level's variables."""
+    rest = iter(tensors)
+    return [[next(rest) for _ in level.variables] for level in levels]
+
+
+def _union(start: int, stop: int, stacked: tf.Tensor) -> tf.Tensor:
+    """Some of the stacked batches, as one."""
+    if stop == start + 1:
+        return stacked[start]
+    rows = stacked[start:stop]
+    return tf.reshape(rows, tf.concat([[-1], tf.shape(rows)[2:]], axis=0))

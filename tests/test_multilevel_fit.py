@@ -1,0 +1,226 @@
+"""What Keras's `fit` does works for programs, and what cannot be is refused."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from keras import ops
+from multilevel_cases import Reweighting
+from multilevel_cases import Vector
+
+from kmem.multilevel import Level
+from kmem.multilevel import Program
+
+
+def program(**options):
+    """A small data reweighting, with layers that have a state."""
+    block = [
+        layers.BatchNormalization(dtype="float64"),
+        layers.Dropout(0.3, dtype="float64", seed=1),
+    ]
+    case = Reweighting(block=block)
+    made = Program(
+        [
+            Level(
+                case.classifier,
+                case.weighted_loss,
+                keras.optimizers.SGD(0.1, momentum=0.9),
+                unroll_steps=2,
+            ),
+            Level(case.reweight, case.balanced_loss, keras.optimizers.Adam()),
+        ],
+        **options,
+    )
+    random = np.random.default_rng(2)
+
+    def data(rows):
+        dataset = tf.data.Dataset.from_tensor_slices(case._batch(random, rows))
+        return dataset.batch(8, drop_remainder=True)
+
+    return made, {"classifier": data(48), "reweight": data(24)}, case
+
+
+class Interruption(keras.callbacks.Callback):
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise KeyboardInterrupt
+
+
+def state(made):
+    optimizers = [level.optimizer for level in made.levels]
+    values = [*made.variables, *(v for o in optimizers for v in o.variables)]
+    return [v.numpy() for v in values]
+
+
+def test_an_interrupted_program_goes_on_as_if_it_had_not_been(tmp_path):
+    whole, data, _ = program()
+    whole.fit(data, epochs=4, verbose=0)
+    first, data, _ = program()
+    backup = keras.callbacks.BackupAndRestore(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        first.fit(
+            data, epochs=4, verbose=0, callbacks=[backup, Interruption(2)]
+        )
+
+    second, data, _ = program()
+    backup = keras.callbacks.BackupAndRestore(tmp_path)
+    history = second.fit(data, epochs=4, verbose=0, callbacks=[backup])
+
+    assert history.epoch == [2, 3]
+    for one, other in zip(state(second), state(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_callbacks_and_validation_are_those_of_keras(tmp_path):
+    made, data, case = program()
+    case.classifier.compile(
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    path = tmp_path / "best.weights.h5"
+
+    history = made.fit(
+        data,
+        epochs=9,
+        verbose=0,
+        steps_per_epoch=2,
+        validation_data=data["reweight"],
+        validation_model=case.classifier,
+        callbacks=[
+            keras.callbacks.EarlyStopping(
+                "val_accuracy", mode="max", baseline=2.0
+            ),
+            keras.callbacks.ModelCheckpoint(path, save_weights_only=True),
+            keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+        ],
+    )
+
+    assert len(history.epoch) == 2
+    assert history.history.keys() == {
+        "classifier_loss",
+        "reweight_loss",
+        "val_accuracy",
+        "val_loss",
+    }
+    assert "reweight_loss" in (tmp_path / "log.csv").read_text()
+    other, data, _ = program()
+    other.prepare(data)
+    other.load_weights(path)
+    for one, wanted in zip(state(other), state(made), strict=True):
+        np.testing.assert_array_equal(one, wanted)
+
+
+def test_the_summary_shows_levels_edges_and_peaks():
+    made, data, _ = program()
+    lines = []
+
+    made.summary(data, print_fn=lines.append)
+
+    _, lower, upper = lines[0].splitlines()
+    assert lower.startswith("classifier") and "Identity()" in lower
+    assert lower.endswith("reads reweight")
+    assert upper.startswith("reweight") and upper.endswith("reads classifier")
+
+
+def test_edges_may_be_left_out():
+    made, data, case = program(edges=[("reweight", "classifier")])
+    before = case.reweight.get_weights()
+
+    made.fit(data, verbose=0)
+
+    # Nothing reaches the weights any more.
+    for one, other in zip(case.reweight.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def level(name="level", loss=None, start=(1.0,), **options):
+    model = Vector(start, name)
+
+    def own(x):
+        return ops.mean(x) * ops.sum(model.entries)
+
+    return Level(model, loss or own, "sgd", **options)
+
+
+def fit(levels, data=None, **options):
+    ones = tf.data.Dataset.from_tensors(tf.ones([2], "float64"))
+    made = Program(levels, **options)
+    made.fit(data or {each.name: ones for each in levels}, verbose=0)
+
+
+def frozen():
+    found = level("frozen")
+    found.model.trainable = False
+    return found
+
+
+def shared():
+    one, other = level("one"), level("other")
+    other.model = one.model
+    return [one, other]
+
+
+def keeping():
+    """A loss with a function of its own, which keeps what it saw first."""
+    model = Vector([1.0], "kept")
+    total = tf.function(lambda x: ops.mean(x) * ops.sum(model.entries))
+    return Level(model, lambda x: total(x), "sgd")
+
+
+@pytest.mark.parametrize(
+    "run, message",
+    [
+        (lambda: fit([frozen()]), "trainable variables.*level 'frozen'"),
+        (
+            lambda: fit([level("rows", loss=lambda x: x)]),
+            r"must be a scalar.*level 'rows' with a loss of shape \(2,\)",
+        ),
+        (lambda: fit({level("one")}), "must be a list of levels, lowest first"),
+        (
+            lambda: fit([level("one"), level("one")]),
+            "Levels must have different names",
+        ),
+        (lambda: fit(shared()), "in the levels 'one' and 'other'"),
+        (
+            lambda: fit(
+                [level("one"), level("other")], edges=[("one", "other")]
+            ),
+            r"`edges` must be pairs.*Received: \('one', 'other'\)",
+        ),
+        (
+            lambda: fit([level("one")], {"two": None}),
+            r"for each level, \['one'\]. Received: \['two'\]",
+        ),
+        (
+            lambda: fit([level("one")], {"one": np.ones(3)}),
+            "Received: ndarray for level 'one'",
+        ),
+        (
+            lambda: level("one", unroll_steps=0),
+            "`unroll_steps` must be a positive integer",
+        ),
+        (lambda: Level(None, print, "sgd"), "`model` must be a `keras.Model`"),
+        (lambda: level("one", loss=3), "`loss` must be a function"),
+        (
+            lambda: Program([level("one")]).summary(),
+            "`summary` needs to know what the levels are given",
+        ),
+        (
+            lambda: keeping().gradient(tf.ones([2], "float64")),
+            "must not call a `tf.function`.*'kept/entries'",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(run, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        run()
+
+
+def test_sharding_is_still_to_come():
+    with pytest.raises(NotImplementedError, match="`sharding` is not"):
+        Program([level("one")]).fit({}, sharding="full")

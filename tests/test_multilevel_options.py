@@ -1,0 +1,171 @@
+"""Memory options of levels save memory, and keep the numbers."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from keras import ops
+from multilevel_cases import Reweighting
+from multilevel_cases import relative_error
+from peaks import least_peak_bytes
+
+import kmem
+from kmem.multilevel import FiniteDifference
+from kmem.multilevel import Identity
+from kmem.multilevel import Level
+from kmem.multilevel import Program
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [("float16", 5e-3), ("bfloat16", 3e-2)]
+)
+def test_sixteen_bits_round_the_mixed_product_as_they_round_a_gradient(
+    dtype, tolerance
+):
+    single = Reweighting(dtype="float32")
+    half = Reweighting(dtype="float32", mixed_precision=dtype)
+    for level in (half.lower, half.upper):
+        level.models = [half.classifier, half.reweight]
+    vector = single.vector()
+
+    error = relative_error(
+        half.found(Identity(), vector), single.found(Identity(), vector)
+    )
+
+    assert 0 < error < tolerance
+
+
+def deep(width=32, depth=8, rows=2048, **options):
+    """A program whose activations take most memory."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((width,)),
+            *(layers.Dense(width, "tanh", name=f"d{i}") for i in range(depth)),
+            layers.Dense(1),
+        ],
+        name="model",
+    )
+    weigh = keras.Sequential(
+        [keras.Input((1,)), layers.Dense(1, "sigmoid")], name="weigh"
+    )
+
+    def errors(x):
+        return ops.square(model(x) - 1.0)
+
+    def weighted_loss(x):
+        return ops.mean(weigh(ops.stop_gradient(errors(x))) * errors(x))
+
+    def plain_loss(x):
+        return ops.mean(errors(x))
+
+    program = Program(
+        [
+            Level(model, weighted_loss, keras.optimizers.SGD(0.1), **options),
+            Level(weigh, plain_loss, keras.optimizers.SGD(0.1), **options),
+        ]
+    )
+    x = np.random.default_rng(0).normal(size=(rows, width)).astype("float32")
+    return program, tf.data.Dataset.from_tensors(x)
+
+
+def fitted(epochs=2, **options):
+    program, data = deep(**options)
+    history = program.fit(
+        dict.fromkeys(("model", "weigh"), data), epochs=epochs, verbose=0
+    )
+    return program, history.history
+
+
+@pytest.mark.parametrize("remat", ["auto", kmem.Remat(solver="sqrt")])
+def test_planned_recomputation_changes_no_number(remat):
+    expected, logs = fitted()
+    program, history = fitted(remat=remat)
+
+    for one, other in zip(program.variables, expected.variables, strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+    for key, values in history.items():
+        np.testing.assert_allclose(values, logs[key], 1e-5)
+
+
+def test_a_plan_may_be_given_or_not_be_possible():
+    program, data = deep()
+    spec = tf.TensorSpec((2048, 32))
+    plan = kmem.plan(program.levels[0].model, spec, costs="flops")
+    assert plan.segments
+
+    fitted(epochs=1, remat=plan)
+    with pytest.raises(ValueError, match="a peak that some schedule keeps"):
+        fitted(remat=1)
+    other = keras.Sequential([keras.Input((32,)), layers.Dense(3)])
+    plan = kmem.plan(other, spec, costs="flops")
+    with pytest.raises(ValueError, match="must be a plan for this model"):
+        fitted(remat=plan)
+
+
+def test_float16_trains_with_scaled_losses():
+    program, history = fitted(4, mixed_precision="float16")
+
+    assert history["model_loss"][-1] < history["model_loss"][0]
+    assert all(np.all(np.isfinite(v)) for v in program.variables)
+    assert program.levels[0].model.compute_dtype == "float32"
+
+
+def test_an_overflow_anywhere_on_the_path_skips_the_update():
+    huge = kmem.MixedPrecision("float16", initial_scale=2.0**40)
+    program, data = deep()
+    lower, upper = program.levels
+    # The lower level alone computes in 16 bits: the upper level's gradient
+    # passes through it.
+    lower = Level(
+        lower.model, lower.loss, "sgd", mixed_precision=huge, name="model"
+    )
+    program = Program([lower, upper])
+    before = [v.numpy() for v in program.variables]
+
+    program.fit(dict.fromkeys(("model", "weigh"), data), verbose=0)
+
+    for variable, value in zip(program.variables, before, strict=True):
+        np.testing.assert_array_equal(variable, value)
+    scales = [float(o.dynamic_scale) for o in program.optimizers]
+    assert scales == [2.0**39, 2.0**39]
+
+
+def test_names_of_excluded_layers_are_those_of_any_model():
+    option = kmem.MixedPrecision("bfloat16", exclude=("d0",))
+    fitted(epochs=1, mixed_precision=option)
+
+    option = kmem.MixedPrecision("bfloat16", exclude=("unknown",))
+    with pytest.raises(ValueError, match="must name layers of the model"):
+        fitted(mixed_precision=option)
+
+
+def product_bytes(hypergradient, **options):
+    """What a gradient through the lower level takes, in a graph."""
+    program, data = deep(**options)
+    program.prepare(dict.fromkeys(("model", "weigh"), data))
+    lower, upper = program.levels
+    x = next(iter(data))
+    vector = lower.gradient(x)
+
+    @tf.function(autograph=False)
+    def run(x):
+        return hypergradient(vector, lower, x, upper.variables)
+
+    return least_peak_bytes(run, x)
+
+
+def gradient_bytes(**options):
+    program, data = deep(**options)
+    lower = program.levels[0]
+    x = next(iter(data))
+    lower.look(x)
+    return least_peak_bytes(tf.function(lower.gradient, autograph=False), x)
+
+
+def test_a_product_in_parts_takes_less_than_a_plain_gradient(native_library):
+    plain = gradient_bytes()
+
+    assert product_bytes(Identity(), microbatches=4) <= plain
+    assert product_bytes(FiniteDifference(), microbatches=4) <= plain / 2

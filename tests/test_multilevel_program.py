@@ -1,0 +1,291 @@
+"""Programs of several levels train as closed forms, and each mode, say."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+from multilevel_cases import MODES
+from multilevel_cases import Vector
+from multilevel_cases import relative_error
+from multilevel_cases import train
+from multilevel_cases import two_levels
+
+from kmem.multilevel import ConjugateGradient
+from kmem.multilevel import FiniteDifference
+from kmem.multilevel import Identity
+from kmem.multilevel import Level
+from kmem.multilevel import Neumann
+from kmem.multilevel import Program
+from kmem.multilevel import Unrolled
+
+ONES = tf.data.Dataset.from_tensors(tf.ones([1], tf.float64))
+
+
+class Chain:
+    """Each level follows the one before it: w1 = A w3, w2 = B w1.
+
+    The top level wants w2 = c, so its gradient is A'B'(w2 - c).
+    """
+
+    def __init__(self, edges="infer", **options):
+        random = np.random.default_rng(0)
+        self.a, self.b = random.normal(size=(2, 3, 3))
+        w1, w2, w3, self.c = random.normal(size=(4, 3))
+        self.first, self.second, self.top = (
+            Vector(w1, "first"),
+            Vector(w2, "second"),
+            Vector(w3, "top"),
+        )
+
+        def follows(model, matrix, other):
+            def loss(x):
+                error = model.entries - ops.matmul(matrix, other.entries)
+                return ops.mean(x) * ops.sum(error**2) / 2
+
+            return loss
+
+        def distance(x):
+            return (
+                ops.mean(x) * ops.sum((self.second.entries - self.c) ** 2) / 2
+            )
+
+        # Where they are, so that the weights' change is the gradient.
+        still = lambda: keras.optimizers.SGD(0.0)  # noqa: E731
+        self.program = Program(
+            [
+                Level(
+                    self.first,
+                    follows(self.first, self.a, self.top),
+                    still(),
+                    **options,
+                ),
+                Level(
+                    self.second,
+                    follows(self.second, self.b, self.first),
+                    still(),
+                    **options,
+                ),
+                Level(self.top, distance, keras.optimizers.SGD(1.0)),
+            ],
+            edges=edges,
+        )
+
+    def fit(self, **options):
+        data = dict.fromkeys(("first", "second", "top"), ONES)
+        return self.program.fit(data, verbose=0, **options)
+
+
+@pytest.mark.parametrize(
+    "hypergradient",
+    [Identity(), FiniteDifference(), Neumann(0), ConjugateGradient(2)],
+    ids=lambda h: type(h).__name__,
+)
+def test_a_chain_of_three_levels_has_the_gradient_of_the_closed_form(
+    hypergradient,
+):
+    chain = Chain(hypergradient=hypergradient)
+    before = chain.top.entries.numpy()
+    error = chain.second.entries.numpy() - chain.c
+    expected = chain.a.T @ chain.b.T @ error
+
+    chain.fit()
+
+    found = before - chain.top.entries.numpy()
+    assert relative_error(found, expected) < 1e-10
+
+
+def assert_close(got, want, tolerance):
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, tolerance, tolerance)
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains_alike(mode, options):
+    weights, history = train(mode, **options)
+    expected, logs = train("eager")
+
+    assert_close(weights, expected, 1e-10)
+    assert history.keys() == {"classifier_loss", "reweight_loss"}
+    for key, values in history.items():
+        np.testing.assert_allclose(values, logs[key], 1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"microbatches": 4},
+        {"gradient_accumulation_steps": 2, "microbatches": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "hypergradient",
+    [Identity(), FiniteDifference(), Unrolled()],
+    ids=lambda h: type(h).__name__,
+)
+def test_parts_and_groups_of_batches_train_as_the_whole(options, hypergradient):
+    lower = {"hypergradient": hypergradient}
+    expected, _ = train(case=two_levels(lower=lower))
+    case = two_levels(lower={**lower, **options}, upper=options)
+
+    assert_close(train(case=case)[0], expected, 1e-10)
+
+
+class Scalars:
+    """A follower w of b * x, for batches b, and a leader x that wants w = c.
+
+    With SGD's rate 1 the follower arrives at once, so that the leader's
+    gradient is b (b x - c).
+    """
+
+    c = 3.0
+
+    def __init__(self, lower=(), rate=1.0, **upper):
+        self.follower = Vector([0.7], "follower")
+        self.leader = Vector([0.5], "leader")
+
+        def follow(b):
+            difference = self.follower.entries - b * self.leader.entries
+            return ops.mean(difference**2) / 2
+
+        def lead(b):
+            return ops.mean((self.follower.entries - self.c) ** 2) / 2
+
+        self.program = Program(
+            [
+                Level(
+                    self.follower,
+                    follow,
+                    keras.optimizers.SGD(rate),
+                    **dict(lower),
+                ),
+                Level(self.leader, lead, keras.optimizers.SGD(0.1), **upper),
+            ]
+        )
+
+    def fit(self, *targets, **options):
+        rows = tf.data.Dataset.from_tensor_slices(
+            np.asarray(targets, "float64")
+        )
+        data = {
+            "follower": rows.batch(1, drop_remainder=True),
+            "leader": ONES.repeat().batch(1).map(lambda x: x[0]),
+        }
+        self.program.fit(data, verbose=0, **options)
+        return float(self.follower.entries[0]), float(self.leader.entries[0])
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_tasks_give_one_update_with_the_mean_of_their_gradients(mode):
+    case = Scalars(tasks_per_update=3)
+    case.program.compile(**MODES[mode])
+    tasks = [1.0, 2.0, -1.0]
+
+    follower, leader = case.fit(*tasks)
+
+    mean = np.mean([b * (b * 0.5 - case.c) for b in tasks])
+    assert leader == pytest.approx(0.5 - 0.1 * mean, rel=1e-7)
+    assert follower == pytest.approx(-0.5)
+
+
+def test_a_level_that_rolls_back_makes_its_step_again_with_the_new_leader():
+    case = Scalars(lower={"roll_back": True, "unroll_steps": 2}, rate=0.5)
+
+    follower, leader = case.fit(1.0, 2.0)
+
+    first = 0.7 - 0.5 * (0.7 - 0.5)
+    second = first - 0.5 * (first - 1.0)
+    expected = 0.5 - 0.1 * 2.0 * (second - case.c)
+    assert leader == pytest.approx(expected, rel=1e-7)
+    assert follower == pytest.approx(0.7 - 0.5 * (0.7 - 2.0 * leader))
+    assert int(case.program.levels[0].optimizer.iterations) == 1
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_unrolled_steps_are_differentiated_one_by_one(momentum):
+    case = two_levels(
+        unroll_steps=3, lower={"hypergradient": Unrolled()}, stopped=False
+    )
+    case.program.levels[0].optimizer.momentum = momentum
+    case.program.levels[1].optimizer = keras.optimizers.SGD(1.0)
+    before = [v.numpy() for v in case.reweight.trainable_variables]
+    expected = by_hand(case, 3, momentum)
+
+    train(case=case, epochs=1, steps_per_epoch=1)
+
+    after = [v.numpy() for v in case.reweight.trainable_variables]
+    for start, end, gradient in zip(before, after, expected, strict=True):
+        np.testing.assert_allclose(start - end, gradient, 1e-7, 1e-12)
+
+
+def by_hand(case, num_steps, momentum):
+    """The gradient of the balanced loss through SGD, on one tape."""
+    reweight = [v.value for v in case.reweight.trainable_variables]
+    weights = [v.numpy() for v in case.classifier.trainable_variables]
+    velocity = [np.zeros_like(w) for w in weights]
+    rate = float(np.float32(0.1))
+
+    def losses_at(weights, x, y):
+        hidden = tf.tanh(x @ weights[0] + weights[1])
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(
+            y, hidden @ weights[2] + weights[3]
+        )
+
+    with tf.GradientTape() as outer:
+        outer.watch(reweight)
+        weights = list(map(tf.constant, weights))
+        for x, y in case.data["classifier"].take(num_steps):
+            with tf.GradientTape() as inner:
+                inner.watch(weights)
+                losses = losses_at(weights, x, y)
+                share = case.reweight(losses[:, None])[:, 0]
+                loss = tf.reduce_mean(share * losses)
+            gradients = inner.gradient(loss, weights)
+            velocity = [
+                momentum * v - rate * g
+                for v, g in zip(velocity, gradients, strict=True)
+            ]
+            weights = list(map(tf.add, weights, velocity))
+        loss = tf.reduce_mean(
+            losses_at(weights, *next(iter(case.data["reweight"])))
+        )
+    return outer.gradient(loss, reweight)
+
+
+def test_a_penalty_is_learned_where_betty_learns_it():
+    """Logistic regression with a penalty for each coefficient."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(200, 20))
+    true = random.normal(size=20) * (np.arange(20) < 10)
+    y = (x @ true + random.normal(size=200) > 0).astype("float64")
+    weights = Vector(np.zeros(20), "weights")
+    penalties = Vector(np.ones(20), "penalties")
+
+    def cross_entropy(x, y):
+        logits = ops.matmul(x, weights.entries)
+        return ops.mean(
+            tf.nn.sigmoid_cross_entropy_with_logits(labels=y, logits=logits)
+        )
+
+    def penalized(x, y):
+        penalty = ops.mean(ops.square(weights.entries) * penalties.entries)
+        return cross_entropy(x, y) + penalty / 2
+
+    program = Program(
+        [
+            Level(
+                weights, penalized, keras.optimizers.SGD(1.0), unroll_steps=20
+            ),
+            Level(penalties, cross_entropy, keras.optimizers.SGD(1.0)),
+        ]
+    )
+    data = {
+        "weights": tf.data.Dataset.from_tensors((x[:100], y[:100])),
+        "penalties": tf.data.Dataset.from_tensors((x[100:], y[100:])),
+    }
+
+    history = program.fit(data, steps_per_epoch=10, epochs=5, verbose=0)
+
+    assert history.history["penalties_loss"][-1] < 0.48
