@@ -5,12 +5,11 @@ of input gradients, while weight gradients stay pending, and with them the
 activations that they read; it recomputes a segment while the gradients of the
 one before it are still made; and what it does first changes from step to step,
 and the peak with it. Control dependencies make a backward pass a row of short
-stages: up to a weight gradient, then what else came with it. Weight gradients
-are made one after another, and the rest runs ahead of them by one at the most:
-side by side, or processors would wait at the end of every stage. What it does
-not do: order a forward pass, or a recomputation within itself, where
-TensorFlow fuses operations that nothing has to wait for. XLA orders its
-operations itself.
+stages: up to a weight gradient, then what else came with it. Each waits for
+the last but one before it, so that two run side by side: one at a time,
+processors would wait at the end of every stage. What it does not do: order a
+forward pass, or a recomputation within itself, where TensorFlow fuses
+operations that nothing has to wait for. XLA orders its operations itself.
 """
 
 import contextlib
@@ -63,7 +62,10 @@ def hold_back(gradients: list) -> None:
     needed = _ancestors(weight_gradients)
     ops = _sorted([op for op in graph.get_operations() if op in needed])
     first = next(i for i, op in enumerate(ops) if op in weight_gradients)
-    last = last_but_one = joining.known_before(ops[first])
+    start = joining.known_before(ops[first])
+    # What to wait for: of the last two stages that made a weight gradient,
+    # and of the last two that made the rest.
+    made, others = [start, start], [[], []]
     # The forward pass is no stage, but what came with the first one is.
     at_first = _ancestors([ops[first]])
     rest = [op for op in ops[:first] if op not in at_first]
@@ -79,9 +81,9 @@ def hold_back(gradients: list) -> None:
         if not held:
             continue
         if weight_gradients.isdisjoint(stage):
-            _append(held, last_but_one)
+            others = [others[1], _append(held, made[0] + others[1])]
         else:
-            last_but_one, last = last, _append(held, last)
+            made = [made[1], _append(held, made[1] + others[0])]
 
 
 @contextlib.contextmanager

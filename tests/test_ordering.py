@@ -52,7 +52,7 @@ def in_graph(function, *arguments):
     return returned[0]
 
 
-def test_the_chain_runs_ahead_of_weight_gradients_by_one_at_the_most():
+def test_the_chain_goes_on_beside_one_weight_gradient_at_the_most():
     (first, second, third), _ = chain_gradients(3)
 
     def of_input(gradient):
@@ -71,6 +71,30 @@ def test_the_chain_runs_ahead_of_weight_gradients_by_one_at_the_most():
     assert second.op not in ancestors(of_input(second))
     assert third.op in ancestors(second.op)
     assert second.op in ancestors(first.op)
+
+
+def test_what_came_with_a_gradient_is_there_before_the_chain_goes_on():
+    """It frees what it is made from: both halves of a skip's gradient do."""
+
+    def trace(x, *kernels):
+        with tf.GradientTape() as tape:
+            tape.watch(kernels)
+            first, *rest = kernels
+            x = skip = tf.tanh(x @ first)
+            for kernel in rest:
+                x = tf.tanh(x @ kernel)
+            loss = tf.reduce_sum(tf.concat([skip, x], -1) ** 2)
+        gradients = tape.gradient(loss, kernels)
+        hold_back(gradients)
+        return gradients
+
+    gradients = in_graph(trace, (8, 3), *[(3, 3)] * 4)
+
+    first, second, third, _ = gradients
+    halves = [op for op in second.graph.get_operations() if op.type == "Slice"]
+    assert len(halves) == 2
+    assert ancestors(third.op) < ancestors(second.op)
+    assert set(halves) <= ancestors(first.op)
 
 
 def test_a_recomputation_starts_when_all_before_it_is_done():
