@@ -7,6 +7,7 @@ import keras
 
 from kmem import batches
 from kmem import model_file
+from kmem.sweeper import SHARES
 from kmem.sweeper import sweep
 from kmem.units import parse_size
 
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_threshold,
         metavar="THRESHOLD",
         help='peaks to keep: "2GB", or shares such as 0.5 of plain eager '
-        "training's peak (default: 1.0 0.8 0.6 0.5 0.4 0.3)",
+        f"training's peak (default: {' '.join(map(str, SHARES))})",
     )
     parser.add_argument(
         "--steps",
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints what the thresholds cost; 0 once they were tried."""
     model_file.check_output(args.plot)
     model, batch = model_file.load(args)
-    keras.utils.set_random_seed(0)
+    keras.utils.set_random_seed(0)  # Of the numbers that are made up.
     found = sweep(
         model,
         batches.made_up(batch),
@@ -60,13 +61,18 @@ def _threshold(text: str) -> float | int:
     try:
         share = float(text)
     except ValueError:
-        try:
-            return parse_size(text, "--thresholds")
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+        return _size(text)
     if not 0 < share <= 1:
         raise argparse.ArgumentTypeError(
             "must be a size, or a share above 0 and at most 1. "
             f"Received: {text}"
         )
     return share
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text, "--thresholds")
+    except ValueError as error:
+        # The text of another error would not reach the user.
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -35,7 +35,7 @@ from kmem.trial import Trial
 from kmem.units import format_size
 from kmem.units import parse_size
 
-_SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
+SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
 # The step's own, and those that are ready.
 _MAX_BATCHES = 1 + pipeline.BATCHES_READY
 
@@ -92,7 +92,7 @@ def sweep(
     kmem.wrap(model).fit(x, y, dtr=found.recommended)
     ```
     """
-    asked = _SHARES if thresholds is None else tuple(thresholds)
+    asked = SHARES if thresholds is None else tuple(thresholds)
     for threshold in asked:
         _to_bytes(threshold, whole_bytes=1)
     if isinstance(steps, bool) or not (isinstance(steps, int) and steps > 0):

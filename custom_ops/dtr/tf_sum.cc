@@ -8,9 +8,10 @@
 namespace kmem::dtr {
 namespace {
 
-// Of TensorFlow's aggregate_ops.cc.
+// How many TensorFlow's kernel adds up at a time (aggregate_ops.cc).
 constexpr int kWidth = 8;
-// In parts it takes half as long again: only where memory may be short.
+// Addends are large if they take more than an eighth of the device's limit. In
+// parts a sum takes half as long again: only where memory may be short.
 constexpr int64_t kLargeShare = 8;
 
 int NumInFirstPart(int num_addends) {
@@ -18,6 +19,7 @@ int NumInFirstPart(int num_addends) {
   return rest < 2 ? rest + kWidth : rest;
 }
 
+// nullptr if it fails.
 HandlePtr Sum(Session* session, TFE_Context* context,
               std::vector<TFE_TensorHandle*> addends, TF_Status* status) {
   OpPtr op(TFE_NewOp(context, "AddN", status));
@@ -38,7 +40,7 @@ bool IsLargeSum(const TFE_Op* op, const PhysicalDevice& device) {
     return false;
   }
   const int64_t num_addends = TFE_OpGetFlatInputCount(op, status.get());
-  if (num_addends <= kWidth + 1) return false;
+  if (num_addends <= kWidth + 1) return false;  // One part.
   TFE_TensorHandle* addend = TFE_OpGetFlatInput(op, 0, status.get());
   const TF_DataType type = TFE_TensorHandleDataType(addend);
   if (!IsPlainData(type)) return false;
@@ -58,7 +60,8 @@ void ExecuteSum(Session* session, const TFE_Op* op, TFE_TensorHandle** output,
   auto next = addends.begin() + NumInFirstPart(num_addends);
   HandlePtr sum = Sum(session, context, {addends.begin(), next}, status);
   while (sum != nullptr && next != addends.end()) {
-    HandlePtr part = Sum(session, context, {next, next + kWidth}, status);
+    const HandlePtr part =
+        Sum(session, context, {next, next + kWidth}, status);
     if (part == nullptr) return;
     sum = Sum(session, context, {sum.get(), part.get()}, status);
     next += kWidth;

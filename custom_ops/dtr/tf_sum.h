@@ -2,9 +2,10 @@
 //
 // A gradient tape hands AddN one gradient for every time that a variable was
 // read: hundreds in a recursive model, all in memory at once. TensorFlow's
-// kernel adds up the first two to nine, so many that eights remain, and then
-// the sum of each following eight. Operators of their own do the same, to the
-// bit, and have ten tensors in memory at a time.
+// kernel adds up the first two to nine, so many that a multiple of eight is
+// left, and then adds the sum of each following eight. Operators of their own
+// do the same, to the bit, and have ten tensors in memory at a time: eight
+// addends, their sum and the sum so far.
 
 #ifndef KMEM_DTR_TF_SUM_H_
 #define KMEM_DTR_TF_SUM_H_
@@ -14,10 +15,11 @@
 
 namespace kmem::dtr {
 
-// Whether an operator is a sum that takes much of the device's memory.
+// Whether an operator is a sum of tensors that together take much of the
+// memory that the device may use.
 bool IsLargeSum(const TFE_Op* op, const PhysicalDevice& device);
 
-// Runs it in parts. As Session::Execute, with one output.
+// Runs a large sum in parts. As Session::Execute, with one output.
 void ExecuteSum(Session* session, const TFE_Op* op, TFE_TensorHandle** output,
                 TF_Status* status);
 
