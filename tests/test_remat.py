@@ -7,6 +7,7 @@ import remat_cases
 import tensorflow as tf
 from keras import layers
 from keras.src.backend.common import global_state
+from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
 from kmem import capture
@@ -220,6 +221,27 @@ def test_gradients_have_gradients(mode):
     for one, other in zip(second(remat.recompute), second(plain), strict=True):
         # The sums are the same ones in another order.
         np.testing.assert_allclose(one, other, 1e-4, 1e-5)
+
+
+def test_a_second_derivative_keeps_nothing_of_the_first_one():
+    runs = []
+
+    def cube(x):
+        runs.append(None)
+        return x * x * x
+
+    x = tf.constant(2.0)
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            y = remat.recompute(cube, check=False)(x) ** 2
+        gradient = inner.gradient(y, x)
+        assert len(runs) == 2
+
+    # Once for the derivative of the gradient, and once for that of `y`.
+    assert float(outer.gradient(gradient, x)) == 6 * 5 * 2.0**4
+    assert len(runs) == 4
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -533,6 +555,10 @@ def test_keras_and_tensorflow_keep_private_things_where_they_were():
 
     assert seen == {"training": True, "dtype": "bfloat16"}
     assert control_flow_util.GraphOrParentsInXlaContext is not None
+    with tf.GradientTape() as tape:
+        tape.watch(x := tf.ones(1))
+        assert record.should_record_backprop([x])
+    assert not record.should_record_backprop([x])
 
     def step():
         seen["xla"] = dependencies.in_xla()

@@ -9,6 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+# Private in TensorFlow: whether a tape is watching any of some tensors.
+# tests/test_remat.py fails if it moves.
+from tensorflow.python.eager import record
+
 from kmem import ordering
 from kmem.remat import dependencies
 from kmem.remat import names
@@ -224,19 +228,39 @@ class _Segment:
 
     def _gradient(self, *gradients):
         """The gradients of the sources, from those of the outputs."""
-        wanted = self._noted_outputs or range(len(gradients))
+        wanted = sorted(self._noted_outputs or range(len(gradients)))
         self._noted_outputs = set()
-        known = [tf.convert_to_tensor(gradients[i]) for i in sorted(wanted)]
-        tensors, values = self._delayed(known)
+        known = [tf.convert_to_tensor(gradients[i]) for i in wanted]
+        tensors = self._arguments.tensors
+        values = [value for _, value in self._values]
+        find = functools.partial(self._found, wanted)
+        if not record.should_record_backprop([*known, *tensors, *values]):
+            return find(known, tensors, values)
+
+        def find_dense(known, tensors, values):
+            found = find(known, tensors, values)
+            return [
+                None if g is None else tf.convert_to_tensor(g) for g in found
+            ]
+
+        # Somebody differentiates it: that is done by running it again, too.
+        arguments = Structure(((known, tensors, values), {}))
+        return _Segment(find_dense, arguments)()
+
+    def _found(
+        self, wanted: list[int], known: list, tensors: list, values: list
+    ) -> list:
+        """The gradients, computed from what they depend on."""
+        tensors, of_variables = self._delayed(known, tensors, values)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             inputs = [t for t in tensors if is_differentiable(t)]
             tape.watch([inputs, self._raw])
             trained = [variable for variable, _ in self._trained]
-            run = state.SecondRun(values, trained, tape)
+            run = state.SecondRun(of_variables, trained, tape)
             before = len(_operations())
             outputs = self._second_run(tensors, run)
             after = len(_operations())
-        outputs = [outputs[i] for i in sorted(wanted)]
+        outputs = [outputs[i] for i in wanted]
         sources = [inputs, run.watched, self._raw]
         found: Any = tape.gradient(outputs, sources, output_gradients=known)
         of_inputs, of_values, of_raw = found
@@ -251,12 +275,17 @@ class _Segment:
         count = len(of_variables)
         return [*found[count:], *found[:count]]
 
-    def _delayed(self, gradients: list) -> tuple[list, list]:
+    def _delayed(
+        self, gradients: list, arguments: list, values: list
+    ) -> tuple[list, list]:
         """What the second run starts from, there after the gradients."""
-        weights = [v for v in self._values if is_differentiable(v[1])]
+        held = [
+            (variable, value)
+            for (variable, _), value in zip(self._values, values, strict=True)
+        ]
+        weights = [v for v in held if is_differentiable(v[1])]
         # All that random numbers are made from.
-        seeds = [v for v in self._values if not is_differentiable(v[1])]
-        arguments = self._arguments.tensors
+        seeds = [v for v in held if not is_differentiable(v[1])]
         tensors, values = dependencies.after(
             gradients,
             [*arguments, *(value for _, value in seeds)],
