@@ -16,6 +16,8 @@ from kmem.multilevel import Identity
 from kmem.multilevel import Level
 from kmem.multilevel import Program
 
+SQRT = kmem.Remat(solver="sqrt")
+
 
 @pytest.mark.parametrize(
     "dtype, tolerance", [("float16", 5e-3), ("bfloat16", 3e-2)]
@@ -78,7 +80,7 @@ def fitted(epochs=2, **options):
     return program, history.history
 
 
-@pytest.mark.parametrize("remat", ["auto", kmem.Remat(solver="sqrt")])
+@pytest.mark.parametrize("remat", ["auto", SQRT])
 def test_planned_recomputation_changes_no_number(remat):
     expected, logs = fitted()
     program, history = fitted(remat=remat)
@@ -169,3 +171,10 @@ def test_a_product_in_parts_takes_less_than_a_plain_gradient(native_library):
 
     assert product_bytes(Identity(), microbatches=4) <= plain
     assert product_bytes(FiniteDifference(), microbatches=4) <= plain / 2
+
+
+def test_recomputation_makes_a_product_smaller(native_library):
+    case = {"depth": 16, "microbatches": 2}
+    recomputed = product_bytes(Identity(), remat=SQRT, **case)
+
+    assert recomputed < 0.85 * product_bytes(Identity(), **case)

@@ -224,10 +224,7 @@ class Level(Derivatives):
         self._looked = looking
         remat = self.options.remat
         if remat is not None:
-            with tf.init_scope():
-                self._planned = planned.context(
-                    calls, remat, self._mixed, compiled
-                )
+            self._planned = planned.context(calls, remat, self._mixed, compiled)
         return looking
 
     def loss_of(self, batch: Any) -> tf.Tensor:
