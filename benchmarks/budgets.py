@@ -8,11 +8,14 @@ steps, in graph mode; plain Keras takes some in between, for the time.
 """
 
 import argparse
-import pathlib
 import statistics
 import subprocess
 import sys
 import time
+
+from table import add_output
+from table import made_by
+from table import writer
 
 MODEL_NAMES = ("U-Net", "transformer, 6 layers", "ResNet50, batch 16")
 NUM_STEPS = 8
@@ -95,44 +98,35 @@ def megabytes(size):
     return f"{size / 1e6:.1f}"
 
 
+def header():
+    return (
+        "# Are budgets kept?\n\n"
+        f"{made_by(__file__)}\n\n"
+        "Graph mode, SGD with momentum, on one batch. Asked: the budget. "
+        f"Measured: the least and the most of the peaks of {NUM_STEPS} "
+        "steps, with all that is in memory. Time: a step's, relative to "
+        "plain Keras in the same process, on a machine that does other "
+        "work meanwhile. Planned in: seconds, rehearsals and all.\n\n"
+        "| model | asked, MB | predicted | measured, least | most | kept "
+        "| predicted time | time | planned in |\n"
+        "|---|---|---|---|---|---|---|---|---|\n"
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--models", nargs="+", default=list(MODEL_NAMES), choices=MODEL_NAMES
     )
     parser.add_argument("--budgets", type=int, default=15)
-    parser.add_argument(
-        "--output",
-        type=pathlib.Path,
-        help="a file for the table; one that exists is added to",
-    )
+    add_output(parser)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
         rows(arguments.run, arguments.budgets)
         return
 
-    def write(text):
-        print(text, end="", flush=True)
-        if arguments.output:
-            with arguments.output.open("a", encoding="utf-8") as file:
-                file.write(text)
-
-    if not (arguments.output and arguments.output.exists()):
-        from remat import made_by
-
-        write(
-            "# Are budgets kept?\n\n"
-            f"{made_by(__file__)}\n\n"
-            "Graph mode, SGD with momentum, on one batch. Asked: the budget. "
-            f"Measured: the least and the most of the peaks of {NUM_STEPS} "
-            "steps, with all that is in memory. Time: a step's, relative to "
-            "plain Keras in the same process, on a machine that does other "
-            "work meanwhile. Planned in: seconds, rehearsals and all.\n\n"
-            "| model | asked, MB | predicted | measured, least | most | kept "
-            "| predicted time | time | planned in |\n"
-            "|---|---|---|---|---|---|---|---|---|\n"
-        )
+    write = writer(arguments.output, header())
     for name in arguments.models:
         # In a process of its own, in which nothing else is in memory.
         command = [sys.executable, __file__, "--run", name]

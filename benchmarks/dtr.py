@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import hashlib
 import itertools
-import pathlib
 import statistics
 import sys
 import time
@@ -20,7 +19,9 @@ import time
 from remat import Process
 from remat import answer
 from remat import first_words
-from remat import made_by
+from table import add_output
+from table import made_by
+from table import writer
 
 MODEL_NAMES = ("ResNet50", "TreeLSTM", "LSTM", "transformer")
 EAGER, GRAPH = "Keras, eager", "Keras, graph"
@@ -179,11 +180,7 @@ def main():
         default=1,
         help="how often to go through the batches for the times",
     )
-    parser.add_argument(
-        "--output",
-        type=pathlib.Path,
-        help="a file for the table; one that exists is added to",
-    )
+    add_output(parser)
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
@@ -193,14 +190,9 @@ def main():
             answer(error=first_words(error))
         return
 
-    def write(text):
-        print(text, end="", flush=True)
-        if arguments.output:
-            with arguments.output.open("a", encoding="utf-8") as file:
-                file.write(text)
-
-    if not (arguments.output and arguments.output.exists()):
-        write(header(arguments.heuristic, arguments.passes))
+    write = writer(
+        arguments.output, header(arguments.heuristic, arguments.passes)
+    )
     for name in arguments.models:
         for line in rows(
             name, arguments.shares, arguments.heuristic, arguments.passes

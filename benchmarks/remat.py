@@ -11,18 +11,19 @@ its step needs above that: activations, gradients and workspace.
 
 import argparse
 import contextlib
-import datetime
-import importlib.metadata
 import json
 import os
 import pathlib
-import platform
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+
+from table import add_output
+from table import made_by
+from table import writer
 
 MODEL_NAMES = (
     "ResNet50",
@@ -235,19 +236,6 @@ def row(name, mode, way, answers, keras, made=None):
     )
 
 
-def made_by(script):
-    """When, on what and by which script a table was made."""
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("kmem", "tensorflow", "keras")
-    )
-    return (
-        f"{datetime.date.today()}; {platform.machine()}, {os.cpu_count()} "
-        f"cores, no GPU; {versions}; Python {platform.python_version()}. Made "
-        f"by `benchmarks/{pathlib.Path(script).name}`."
-    )
-
-
 def header(num_steps):
     return (
         "# Planned rematerialization beside what else there is\n\n"
@@ -275,11 +263,7 @@ def main():
         "--modes", nargs="+", default=["graph", "xla"], choices=["graph", "xla"]
     )
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument(
-        "--output",
-        type=pathlib.Path,
-        help="a file for the table; one that exists is added to",
-    )
+    add_output(parser)
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
@@ -290,14 +274,7 @@ def main():
             answer(error=first_words(error))
         return
 
-    def write(text):
-        print(text, end="", flush=True)
-        if arguments.output:
-            with arguments.output.open("a", encoding="utf-8") as file:
-                file.write(text)
-
-    if not (arguments.output and arguments.output.exists()):
-        write(header(arguments.steps))
+    write = writer(arguments.output, header(arguments.steps))
     for name in arguments.models:
         for mode in arguments.modes:
             for line in rows(name, mode, arguments.steps):

@@ -17,6 +17,8 @@ import pathlib
 import subprocess
 import sys
 
+from table import made_by
+
 NUM_STEPS = 5
 NUM_ROWS = 4
 WAYS = ("plain", "plain, once more", "sqrt", "optimal")
@@ -140,8 +142,6 @@ def main():
     if arguments.run:
         rows(arguments.run)
         return
-
-    from remat import made_by
 
     table = (
         "# The same numbers\n\n"

@@ -1,0 +1,45 @@
+"""The file that a benchmark writes: how it was made, and a table."""
+
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+
+
+def made_by(script):
+    """When, on what and by which script a table was made."""
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}"
+        for name in ("kmem", "tensorflow", "keras")
+    )
+    return (
+        f"{datetime.date.today()}; {platform.machine()}, {os.cpu_count()} "
+        f"cores, no GPU; {versions}; Python {platform.python_version()}. Made "
+        f"by `benchmarks/{pathlib.Path(script).name}`."
+    )
+
+
+def add_output(parser):
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        help="a file for the table; one that exists is added to",
+    )
+
+
+def writer(output, header):
+    """A function that shows a text, and adds it to the file if there is one.
+
+    A new file begins with the header.
+    """
+
+    def write(text):
+        print(text, end="", flush=True)
+        if output:
+            with output.open("a", encoding="utf-8") as file:
+                file.write(text)
+
+    if not (output and output.exists()):
+        write(header)
+    return write
