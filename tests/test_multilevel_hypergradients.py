@@ -85,6 +85,25 @@ def test_conjugate_gradients_end_where_the_residual_is_zero(mode):
     np.testing.assert_allclose(run()[0], vector[0], rtol=1e-12)
 
 
+def test_conjugate_gradients_end_where_the_curvature_is_negative():
+    weights, shift = Vector([1.0, -2.0]), Vector([0.5, 0.25])
+
+    def loss(x):
+        squares = (weights.entries - shift.entries) ** 2
+        return tf.reduce_mean(x) * (squares[0] - squares[1] / 2)
+
+    level = Level(weights, loss, "sgd")
+    batch = tf.ones([3], tf.float64)
+    vector = [tf.constant([1.0, 1.0], tf.float64)]
+
+    for iterations in (1, 2, 5):
+        found = ConjugateGradient(iterations)(
+            vector, level, batch, shift.variables
+        )
+        # H is diag(2, -1), and minus the mixed derivative: u is (2, 2).
+        np.testing.assert_allclose(found[0], [4.0, -2.0], rtol=1e-12)
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_the_mixed_product_is_the_gradient_through_one_small_step(stopped):
     case = Reweighting(stopped)

@@ -240,8 +240,13 @@ class ConjugateGradient:
             solution = _add(solution, direction, step)
             residual = _add(residual, product, -step)
             after = _dot(residual, residual)
-            share = _where(active, tf.math.divide_no_nan(after, square))
-            direction = _add(residual, direction, share)
+            share = tf.math.divide_no_nan(after, square)
+            turned = _add(residual, direction, share)
+            # The same direction again is the end of all that follows, too.
+            direction = [
+                tf.where(active, new, old)
+                for new, old in zip(turned, direction, strict=True)
+            ]
             return solution, residual, direction, after
 
         state = ([tf.zeros_like(v) for v in vector], vector, vector, start)
