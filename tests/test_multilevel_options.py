@@ -114,6 +114,22 @@ def test_float16_trains_with_scaled_losses():
     assert program.levels[0].model.compute_dtype == "float32"
 
 
+def test_what_models_give_may_be_mixed_whatever_they_compute_in():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+    loss = keras.losses.MeanSquaredError(reduction="none")
+
+    def mixing(x):
+        outputs = model(x)
+        assert outputs.dtype == tf.float32
+        return ops.mean(outputs[:, 0] * loss(x[:, :2], outputs))
+
+    level = Level(model, mixing, "sgd", mixed_precision="bfloat16")
+
+    kernel, _ = level.gradient(tf.ones((3, 4)))
+
+    assert kernel.dtype == tf.float32
+
+
 def test_an_overflow_anywhere_on_the_path_skips_the_update():
     huge = kmem.MixedPrecision("float16", initial_scale=2.0**40)
     program, data = deep()
@@ -164,6 +180,22 @@ def gradient_bytes(**options):
     x = next(iter(data))
     lower.look(x)
     return least_peak_bytes(tf.function(lower.gradient, autograph=False), x)
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 4}], ids=str)
+def test_the_estimated_peak_is_near_the_measured_one(options, native_library):
+    program, data = deep(**options)
+    data = dict.fromkeys(("model", "weigh"), data.repeat(9))
+    lines = []
+    program.summary(data, print_fn=lines.append)
+    estimated = float(lines[0].splitlines()[2].split()[4])
+    program.make_train_function()
+    step = tf.data.Dataset.zip(data)
+
+    measured = least_peak_bytes(program.train_function, iter(step)) / 1e6
+
+    assert lines[0].splitlines()[2].split()[5] == "MB"
+    assert 0.8 * measured < estimated < 1.7 * measured
 
 
 def test_a_product_in_parts_takes_less_than_a_plain_gradient(native_library):

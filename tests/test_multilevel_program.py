@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 from keras import ops
 from multilevel_cases import MODES
 from multilevel_cases import Vector
@@ -218,6 +219,33 @@ def test_unrolled_steps_are_differentiated_one_by_one(momentum):
     after = [v.numpy() for v in case.reweight.trainable_variables]
     for start, end, gradient in zip(before, after, expected, strict=True):
         np.testing.assert_allclose(start - end, gradient, 1e-7, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "hypergradient, replayed", [(Unrolled(), [1, 0]), (Identity(), [1])]
+)
+def test_steps_are_run_again_with_the_random_numbers_they_had(
+    hypergradient, replayed
+):
+    drawn = []
+
+    class Noting(layers.Dropout):
+        def call(self, inputs, training=False):
+            drawn.append(self.seed_generator.state.value[1])
+            return super().call(inputs, training=training)
+
+    case = two_levels(
+        lower={"hypergradient": hypergradient},
+        block=[Noting(0.2, dtype="float64", seed=1)],
+    )
+    case.program.levels[0].optimizer.momentum = 0.0
+    case.program.prepare(case.data)
+    drawn.clear()
+
+    train("eager", case=case, epochs=1, steps_per_epoch=1)
+
+    # Two steps, the upper loss, and what takes its gradient further.
+    assert [int(number) for number in drawn] == [0, 1, 2, *replayed]
 
 
 def by_hand(case, num_steps, momentum):

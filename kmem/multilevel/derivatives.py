@@ -79,7 +79,8 @@ class Derivatives(abc.ABC):
         Returns:
             The list of the means, the same on all replicas.
         """
-        self._rewind()
+        if self._entry is not None:
+            self._rewind(self._entry)
         if self.num_parts == 1:
             return replicas.mean(function(batch))
         parts = Parts(batch, self.num_parts)
@@ -138,7 +139,7 @@ class Derivatives(abc.ABC):
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(sources)
                 loss = self._loss_at(part, values)
-                scaled = loss if scale is None else loss * scale
+                scaled = _scaled(loss, scale)
             found = _dense(tape.gradient(scaled, sources), sources)
             self._hold_back(found)
             return [loss, *found]
@@ -187,7 +188,7 @@ class Derivatives(abc.ABC):
                 with tf.GradientTape(watch_accessed_variables=False) as inner:
                     inner.watch(own)
                     loss = self._loss_at(part, values)
-                    loss = loss if scale is None else loss * scale
+                    loss = _scaled(loss, scale)
                 gradient = _dense(inner.gradient(loss, own), own)
                 self._hold_back(gradient)
                 product = tf.add_n(
@@ -217,19 +218,18 @@ class Derivatives(abc.ABC):
 
         Args:
             batch: What the passes are of.
-            state: Values of `self.state`; as it is now by default.
+            state: Values of `self.state`; by default those that passes start
+                from already, or else as it is now.
         """
-        if vars(self._local).get("entry") is not None:
-            yield
-            return
         self.look_once(batch)
-        after = passes.read(self.state)
+        around = self._entry
+        after = passes.read(self.state) if around is None else around
         self._local.entry = after if state is None else state
         try:
             yield
         finally:
+            self._local.entry = around
             self._rewind(after)
-            self._local.entry = None
 
     @contextlib.contextmanager
     def scaled(self, scale: tf.Tensor | None) -> Iterator[None]:
@@ -245,12 +245,14 @@ class Derivatives(abc.ABC):
     def _scale(self) -> tf.Tensor | None:
         return vars(self._local).get("scale")
 
-    def _rewind(self, state: Tensors | None = None) -> None:
-        """Assigns the state that each pass starts from, if there is one."""
-        state = vars(self._local).get("entry") if state is None else state
-        if state is not None:
-            for variable, value in zip(self.state, state, strict=True):
-                passes.assign(variable, value)
+    @property
+    def _entry(self) -> Tensors | None:
+        """The state that each pass starts from, if not as it is."""
+        return vars(self._local).get("entry")
+
+    def _rewind(self, state: Tensors) -> None:
+        for variable, value in zip(self.state, state, strict=True):
+            passes.assign(variable, value)
 
     def _substitutes(
         self, wrt: list, at: Tensors | None
@@ -292,6 +294,10 @@ def _dense(gradients: list, values: Tensors) -> Tensors:
         tf.zeros_like(value) if g is None else tf.convert_to_tensor(g)
         for g, value in zip(gradients, values, strict=True)
     ]
+
+
+def _scaled(loss: tf.Tensor, scale: tf.Tensor | None) -> tf.Tensor:
+    return loss if scale is None else loss * tf.cast(scale, loss.dtype)
 
 
 def _unscaled(tensors: Tensors, scale: tf.Tensor | None) -> Tensors:

@@ -237,6 +237,9 @@ class Level(Derivatives):
                 stack.enter_context(self._mixed(model))
             if self._planned is not None:
                 stack.enter_context(self._planned())
+            if self.options.mixed_precision is not None:
+                # What models give to each other, and to the loss.
+                stack.enter_context(losses.giving_32_bits(self.models))
             loss = losses.value(self.loss, arguments)
         if loss.shape.rank != 0:
             raise ValueError(

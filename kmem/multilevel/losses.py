@@ -36,13 +36,30 @@ _reduce = keras_loss.reduce_weighted_values
 _means: Any = _Means()
 
 
+@contextlib.contextmanager
+def giving_32_bits(models: list) -> Iterator[None]:
+    """Lets models that compute in 16 bits give float32, which a loss mixes."""
+
+    def casting(model):
+        call = model.call
+
+        @functools.wraps(call)
+        def cast(*args, **kwargs):
+            return keras.tree.map_structure(_in_32_bits, call(*args, **kwargs))
+
+        return cast
+
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            change = capture.attribute(model, "call", casting(model))
+            stack.enter_context(change)
+        yield
+
+
 def value(loss: Callable, arguments: tuple) -> tf.Tensor:
     """What a loss is, in 32 bits at least."""
     with loss_terms.recording(_means):
-        found = tf.convert_to_tensor(loss(*arguments))
-    if found.dtype in (tf.float16, tf.bfloat16):
-        found = tf.cast(found, tf.float32)
-    return found
+        return _in_32_bits(tf.convert_to_tensor(loss(*arguments)))
 
 
 @contextlib.contextmanager
@@ -78,6 +95,12 @@ def trace(function: Callable, batch: Any) -> None:
         lambda t: t if isinstance(t, tf.TypeSpec) else _spec(t), batch
     )
     tf.function(function, autograph=False).get_concrete_function(specs)
+
+
+def _in_32_bits(tensor):
+    if tf.is_tensor(tensor) and tensor.dtype in (tf.float16, tf.bfloat16):
+        return tf.cast(tensor, tf.float32)
+    return tensor
 
 
 def _spec(leaf) -> tf.TypeSpec:

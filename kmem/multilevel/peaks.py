@@ -67,7 +67,7 @@ def _needed(graph) -> list[tf.Operation]:
 def _memory(tensor: tf.Tensor) -> Any:
     """The tensor whose memory a tensor shows."""
     while tensor.op.type in _SAME_MEMORY:
-        tensor = tensor.op.inputs[list(tensor.op.outputs).index(tensor)]
+        tensor = tensor.op.inputs[tensor.value_index]
     return tensor.ref()
 
 

@@ -126,7 +126,7 @@ class Program(keras.Model):
         if self._structure is not None:
             return
         strategy = self.distribute_strategy
-        self._parts = first = feeding.first_batches(data)
+        first = feeding.first_batches(data)
         for level in self.levels:
             level.models = [each.model for each in self.levels]
             count = level.options.microbatches.count
@@ -138,6 +138,7 @@ class Program(keras.Model):
                 found = finding.chosen(self.levels, found, self._wanted_edges)
             self._optimizers = scaling.optimizers(self.levels, found)
         self._structure = Structure(self.levels, found, self._optimizers)
+        self._parts = first
         self.built = True
 
     def summary(
