@@ -16,6 +16,7 @@ from kmem import capture
 from kmem import ordering
 from kmem.loss_terms import SUM
 from kmem.microbatch import BatchGradient
+from kmem.processes import Alone
 
 _UNKNOWN: Any = tf.TensorShape(None)  # type: ignore[arg-type]
 
@@ -34,12 +35,16 @@ class Updater:
         optimizer: The optimizer that applies the gradients.
         steps: The number of batches in a group.
         strategy: The model's `tf.distribute` strategy.
+        processes: Those that compute a batch together.
     """
 
-    def __init__(self, optimizer, steps: int, strategy):
+    def __init__(
+        self, optimizer, steps: int, strategy, processes: Alone | None = None
+    ):
         self._optimizer = optimizer
         self._steps = steps
         self._strategy = strategy
+        self._processes = processes or Alone()
         self._pending: Any = None  # `_Pending`, from the first batch on.
         self._flush = tf.function(
             lambda: strategy.run(self._apply_if_pending, args=(1,)),
@@ -83,7 +88,7 @@ class Updater:
         with tf.init_scope(), strategy.scope():
             # Now, since the update is in a branch of its own.
             build_optimizer(self._optimizer, batch.variables)
-            self._pending = _Pending(batch)
+            self._pending = _Pending(batch, self._processes)
 
     def _apply_batch(self, batch: BatchGradient) -> None:
         if self._strategy.num_replicas_in_sync == 1:
@@ -135,6 +140,7 @@ class Updater:
             _weighted_sum(gradients, factors)
             for gradients in zip(*sums.values(), strict=True)
         ]
+        mean = self._processes.add_up_group(mean, variables)
         with contextlib.ExitStack() as stack:
             if num_replicas > 1:
                 present = [g for g in mean if g is not None]
@@ -154,13 +160,14 @@ class _Pending:
 
     Args:
         batch: Any batch; it is not added.
+        processes: Those that compute a batch together.
 
     Attributes:
         num_batches: The number of batches that were added, a variable.
         variables: The variables that the gradients belong to.
     """
 
-    def __init__(self, batch: BatchGradient):
+    def __init__(self, batch: BatchGradient, processes: Alone):
         self.variables = batch.variables
         self.num_batches = tf.Variable(
             tf.zeros([], tf.int32),
@@ -168,7 +175,9 @@ class _Pending:
             synchronization=tf.VariableSynchronization.ON_READ,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
-        self._shapes = [tuple(v.shape) for v in batch.variables]
+        self._shapes = [
+            tuple(processes.summed_shape(v)) for v in batch.variables
+        ]
         self._sums = {
             group: [
                 None if g is None else _accumulator(shape, g.dtype)

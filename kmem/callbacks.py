@@ -14,8 +14,8 @@ from kmem import batches
 from kmem import options
 from kmem import planner
 from kmem.monitor import MemoryMonitor as MemoryMonitor
+from kmem.requirements import check
 from kmem.session import Session
-from kmem.session import check
 
 
 class EndOfGroup(keras.callbacks.Callback):
@@ -147,3 +147,14 @@ class DTR(MemoryOptions):
 
     def __init__(self, *args, **kwargs):
         super().__init__(dtr=options.DTR(*args, **kwargs))
+
+
+class Sharding(MemoryOptions):
+    """`MemoryOptions(sharding=...)`, likewise.
+
+    What shuffles the data has to be seeded alike in all processes: `fit` has
+    begun when a callback is asked.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(sharding=options.Sharding(*args, **kwargs))

@@ -20,6 +20,8 @@ from kmem.loss_terms import SUM
 from kmem.loss_terms import LossTerms
 from kmem.loss_terms import recording
 from kmem.parts import Parts
+from kmem.processes import Alone
+from kmem.processes import Slice
 from kmem.remat import dependencies
 
 
@@ -54,6 +56,7 @@ class GradientStep:
             different denominators. Whoever adds up batches needs it.
         ordered: Whether to keep the backward pass from running ahead, which
             is done anyway if there are several parts.
+        processes: Those that compute a batch together.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class GradientStep:
         num_parts: int,
         by_group: bool,
         ordered: bool,
+        processes: Alone | None = None,
     ):
         self._model = model
         self._train_step = train_step
@@ -71,23 +75,28 @@ class GradientStep:
         self._num_parts = num_parts
         self._by_group = by_group
         self._ordered = ordered or num_parts > 1
+        self._processes = processes or Alone()
+        self._splits = num_parts > 1 or self._processes.split_batches
         self._loss: Any = None  # A `_Loss`, once it was looked at.
         self._part: Any = None  # The `_Part` that was run, or traced, last.
 
     def __call__(self, data) -> BatchGradient:
-        parts = Parts(data, self._num_parts)
+        batch = self._processes.slice(data)
+        parts = Parts(batch.data, self._num_parts, batch.fewest_rows)
         totals, base, apart = {}, ROWS, []
-        if self._num_parts > 1 or self._by_group:
-            totals = self._count_denominators(parts)
+        if self._splits or self._by_group:
+            totals = self._count_denominators(parts, batch)
         if self._by_group and self._loss is not None:
             base, apart = self._loss.split()
-        sums = self._sum_tensors(parts, totals, apart)
+        with self._processes.sharing_state(self._model, batch):
+            sums = self._sum_tensors(parts, batch.rows, totals, apart)
         # Not kept: in eager mode it holds a part's gradients.
         part, self._part = self._part, None
+        sums = self._processes.add_up(sums, part.variables_of_tensors, batch)
         gradients, logs = part.unpack(sums)
         if part.sums_rows:
             base = SUM
-        totals[ROWS] = tf.cast(parts.rows, tf.float64)
+        totals[ROWS] = tf.cast(batch.rows, tf.float64)
         totals[SUM] = tf.ones([], tf.float64)
         by_group = _by_group(gradients, base, apart)
         return BatchGradient(
@@ -97,7 +106,9 @@ class GradientStep:
             logs=logs,
         )
 
-    def _sum_tensors(self, parts: Parts, totals, apart) -> list[tf.Tensor]:
+    def _sum_tensors(
+        self, parts: Parts, batch_rows, totals, apart
+    ) -> list[tf.Tensor]:
         """Runs the step on every part; its tensors, added up."""
 
         def run(data, rows, batch_rows, totals):
@@ -119,13 +130,13 @@ class GradientStep:
             if not self._model.jit_compile:
                 outputs = run.structured_outputs
         return parts.sum(
-            lambda data, rows: run(data, rows, parts.rows, totals), outputs
+            lambda data, rows: run(data, rows, batch_rows, totals), outputs
         )
 
     def _run(self, data, rows, batch_rows, totals, apart) -> "_Part":
         """Runs the step on one part, without its update."""
         share = tf.cast(rows, tf.float64) / tf.cast(batch_rows, tf.float64)
-        split = self._num_parts > 1
+        split = self._splits
         layers = capture.all_layers(self._model)
         updates = []
         # Before the step proper, so that they draw the same random numbers.
@@ -135,6 +146,7 @@ class GradientStep:
                 capture.DiscardedState(),
                 recording(terms, layers),
                 capture.capturing(self._model, self._optimizer) as update,
+                self._processes.weighing(share, update),
             ):
                 self._train_step(data)
             updates.append(update)
@@ -143,14 +155,18 @@ class GradientStep:
             recording(terms, layers),
             capture.metrics_of_part(self._model, share) as results,
             capture.capturing(self._model, self._optimizer) as update,
+            self._processes.weighing(share, update),
         ):
             logs = self._train_step(data)
         if self._ordered and not tf.executing_eagerly():
             order = xla if dependencies.in_xla() else ordering
             order.hold_back(update.gradients or [])
-        return _Part([update, *updates], logs, results, share, split)
+        updates = [update, *updates]
+        return _Part(updates, logs, results, share, split, self._processes)
 
-    def _count_denominators(self, parts: Parts) -> dict[str, tf.Tensor]:
+    def _count_denominators(
+        self, parts: Parts, batch: Slice
+    ) -> dict[str, tf.Tensor]:
         """What the batch's counted losses are divided by.
 
         It takes a forward pass that changes nothing. In a graph only what
@@ -166,24 +182,32 @@ class GradientStep:
         if self._loss is not None and not self._loss.counted:
             return {}
         totals = parts.sum(lambda data, rows: count(data))
+        totals = self._processes.add_up(totals, [None] * len(totals), batch)
         loss: Any = self._loss
         return dict(zip(loss.counted, totals, strict=True))
 
     def _build(self, parts: Parts) -> None:
-        """Creates the variables of a model that was never called.
+        """Creates the variables of a model that was never called, and those
+        of metrics, which processes read before a step.
 
         Tracing is enough, and runs nothing. Keras does the same, but for
         every step: a variable has to exist before a loop that reads it.
         """
-        if all(layer.built for layer in capture.all_layers(self._model)):
+        model = self._model
+        layers = all(layer.built for layer in capture.all_layers(model))
+        # Metrics come after the loss.
+        all_of_it = self._processes.split_batches and not all(
+            metric.variables for metric in model.metrics
+        )
+        if layers and not all_of_it:
             return
         trace = tf.function(self._run_until_loss, autograph=False)
-        trace.get_concrete_function(parts.spec)
+        trace.get_concrete_function(parts.spec, not all_of_it)
 
-    def _run_until_loss(self, data) -> None:
+    def _run_until_loss(self, data, until_loss: bool = True) -> None:
         model, optimizer = self._model, self._optimizer
         try:
-            with capture.capturing(model, optimizer, until_loss=True):
+            with capture.capturing(model, optimizer, until_loss):
                 self._train_step(data)
         except capture.LossReached:
             pass
@@ -192,7 +216,11 @@ class GradientStep:
         model = self._model
         terms = LossTerms()
         layers = capture.all_layers(model)
-        with capture.DiscardedState(), recording(terms, layers):
+        with (
+            capture.DiscardedState(),
+            recording(terms, layers),
+            self._processes.counting(),
+        ):
             self._run_until_loss(data)
             self._loss = _Loss.of(model, self._train_step, terms)
         return [
@@ -253,18 +281,24 @@ class _Loss:
 class _Part:
     """What came of one part: tensors that add up over the parts."""
 
-    def __init__(self, updates, logs, results, share, split: bool):
+    def __init__(
+        self, updates, logs, results, share, split: bool, processes: Alone
+    ):
         self.sums_rows = updates[0].sums_rows
         self.variables = updates[0].variables
         self._logs = logs
         self._anew = _recomputed(logs, results if split else {})
         weight = share if split else None
         gradient_weight = None if self.sums_rows else weight
+        weighs = processes.weighs_gradient
+        shape = processes.gradient_shape
         # Rows that occur in several addends add up, so no `IndexedSlices`.
         dense = split or len(updates) > 1
         self._gradients = [
             [
-                _weighted(g, v.shape, gradient_weight, dense)
+                _weighted(
+                    g, shape(v), None if weighs(v) else gradient_weight, dense
+                )
                 for g, v in zip(update.gradients, update.variables, strict=True)
             ]
             for update in updates
@@ -281,6 +315,17 @@ class _Part:
     def tensors(self) -> list[tf.Tensor]:
         flat = [g for gradients in self._gradients for g in gradients]
         return [g for g in flat if g is not None] + self._raw_logs
+
+    @property
+    def variables_of_tensors(self) -> list:
+        """For each of the tensors the variable that it is a gradient of."""
+        found = [
+            variable
+            for gradients in self._gradients
+            for g, variable in zip(gradients, self.variables, strict=True)
+            if g is not None
+        ]
+        return found + [None] * len(self._raw_logs)
 
     def unpack(self, sums: list[tf.Tensor]) -> tuple[list[list], Any]:
         """Makes gradients and logs of the sums over all parts."""

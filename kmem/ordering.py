@@ -50,7 +50,8 @@ def hold_back(gradients: list) -> None:
     """Orders a backward pass that was just traced.
 
     No operation waits for one that needs it, so that there is no cycle, and
-    none is run that the gradients do not need.
+    none is run that the gradients do not need. A pass in which processes
+    take part together is in order as it is.
 
     Args:
         gradients: Tensors, `IndexedSlices` or `None`, of one graph.
@@ -61,6 +62,9 @@ def hold_back(gradients: list) -> None:
     graph = next(iter(weight_gradients)).graph
     needed = _ancestors(weight_gradients)
     ops = _sorted([op for op in graph.get_operations() if op in needed])
+    # These run in the order of their trace, and so does what leads to them.
+    if any(op.type.startswith("Collective") for op in ops):
+        return
     first = next(i for i, op in enumerate(ops) if op in weight_gradients)
     start = joining.known_before(ops[first])
     # What to wait for: of the last two stages that made a weight gradient,

@@ -17,6 +17,8 @@ class Parts:
         data: What `train_step` takes: a structure of tensors whose first
             dimension is the batch. `None` and scalars go to every part.
         count: The number of parts, at least 1. Fewer rows make fewer parts.
+        like_rows: Makes as many parts as for so many rows, of which `data` may
+            have one more. `None` are its own.
 
     Attributes:
         rows: The batch's rows, an int32 scalar.
@@ -25,13 +27,14 @@ class Parts:
         ValueError: If the tensors are known to differ in their rows.
     """
 
-    def __init__(self, data: Any, count: int):
+    def __init__(self, data: Any, count: int, like_rows=None):
         self._data = data
         self._count = count
-        self.rows = _num_rows(data)
+        self.rows = num_rows(data)
+        like_rows = self.rows if like_rows is None else like_rows
         # Rows of a part, rounded up.
-        self._size = (self.rows + count - 1) // count
-        self._num_parts = (self.rows + self._size - 1) // self._size
+        self._size = (like_rows + count - 1) // count
+        self._num_parts = (like_rows + self._size - 1) // self._size
         self._first_size = self.rows - (self._num_parts - 1) * self._size
 
     @property
@@ -87,27 +90,38 @@ class Parts:
         return total
 
     def _slice(self, start, size):
-        def rows_of(leaf):
-            if leaf is None or leaf.shape.rank == 0:
-                return leaf
-            if isinstance(leaf, tf.RaggedTensor):
-                return leaf[start : start + size]
-            row_shape = tf.shape(leaf, out_type=tf.int32)[1:]
-            begin = tf.concat([[start], tf.zeros_like(row_shape)], axis=0)
-            extent = tf.concat([[size], row_shape], axis=0)
-            if isinstance(leaf, tf.SparseTensor):
-                return tf.sparse.slice(
-                    leaf, tf.cast(begin, tf.int64), tf.cast(extent, tf.int64)
-                )
-            # Not `leaf[start:start + size]`: XLA must know the size.
-            part = tf.slice(leaf, begin, extent)
-            part.set_shape([None, *leaf.shape[1:]])
-            return part
-
-        return keras.tree.map_structure(rows_of, self._data)
+        return slice_rows(self._data, start, size)
 
 
-def _num_rows(data) -> tf.Tensor:
+def slice_rows(data: Any, start, size) -> Any:
+    """Some rows of a batch."""
+
+    def rows_of(leaf):
+        if leaf is None or leaf.shape.rank == 0:
+            return leaf
+        if isinstance(leaf, tf.RaggedTensor):
+            return leaf[start : start + size]
+        row_shape = tf.shape(leaf, out_type=tf.int32)[1:]
+        begin = tf.concat([[start], tf.zeros_like(row_shape)], axis=0)
+        extent = tf.concat([[size], row_shape], axis=0)
+        if isinstance(leaf, tf.SparseTensor):
+            return tf.sparse.slice(
+                leaf, tf.cast(begin, tf.int64), tf.cast(extent, tf.int64)
+            )
+        # Not `leaf[start:start + size]`: XLA must know the size.
+        part = tf.slice(leaf, begin, extent)
+        part.set_shape([None, *leaf.shape[1:]])
+        return part
+
+    return keras.tree.map_structure(rows_of, data)
+
+
+def num_rows(data: Any) -> tf.Tensor:
+    """The rows of a batch, an int32 scalar.
+
+    Raises:
+        ValueError: If its tensors are known to differ in them.
+    """
     leaves = [
         leaf
         for leaf in keras.tree.flatten(data)

@@ -9,7 +9,6 @@ the same options: TensorFlow never frees all of a trace.
 
 import contextlib
 import functools
-from collections.abc import MutableMapping
 from typing import Any
 
 import keras
@@ -18,6 +17,7 @@ import tensorflow as tf
 from kmem import batches
 from kmem import capture
 from kmem import precision
+from kmem import requirements
 from kmem.accumulation import Updater
 from kmem.accumulation import build_optimizer
 from kmem.dtr.blocks import Blocks
@@ -30,9 +30,10 @@ from kmem.keras_graph.recording import Frame
 from kmem.microbatch import BatchGradient
 from kmem.microbatch import GradientStep
 from kmem.options import MemoryOptions
+from kmem.processes import Alone
+from kmem.sharding.training import ShardedTraining
 
-_TO_COME = ("memory_budget", "sharding")
-_TRACED_APART = ("microbatches", "gradient_accumulation_steps", "remat")
+_FUNCTIONS = ("train_function", "test_function", "predict_function")
 _SESSIONS = "_kmem_sessions"
 _MAX_SESSIONS = 8
 
@@ -51,12 +52,13 @@ class Session:
     """
 
     def __init__(self, model: keras.Model, options: MemoryOptions):
-        check(model, options)
+        requirements.check(model, options)
         self.model = model
         self.options = options
         self._mixed_precision = options.mixed_precision
         self._user_train_step = model.train_step
         self._user_test_step = model.test_step
+        self._user_predict_step = model.predict_step
         self._plain_functions: dict[str, Any] = {}
         self._functions: dict[str, Any] = {}
         self._made: dict[str, Any] = {}
@@ -78,13 +80,22 @@ class Session:
             or options.microbatches is not None
             or options.gradient_accumulation_steps is not None
             or optimizer is not model.optimizer
+            or options.sharding is not None
         )
         self._optimizer = optimizer
         steps = options.gradient_accumulation_steps
         self._num_batches = steps.steps if steps else 1
         self._compiled = _compiled_state(model)
         strategy = model.distribute_strategy
-        self._updater = Updater(optimizer, self._num_batches, strategy)
+        self._sharded = None
+        if options.sharding is not None:
+            self._sharded = ShardedTraining(
+                model, optimizer, options.sharding, self._num_batches
+            )
+        processes = self._sharded.slices if self._sharded else Alone()
+        self._updater = Updater(
+            optimizer, self._num_batches, strategy, processes
+        )
         parts = options.microbatches
         self._gradient_step: Any = GradientStep(
             model,
@@ -93,6 +104,7 @@ class Session:
             num_parts=parts.count if parts else 1,
             by_group=self._num_batches > 1 or strategy.num_replicas_in_sync > 1,
             ordered=self._plan is not None,
+            processes=processes,
         )
 
     @classmethod
@@ -116,14 +128,16 @@ class Session:
             guard: Whether a function takes the session off by itself, when
                 it raises or is called in a later `fit`.
         """
+        if self._sharded is not None:
+            self._sharded.start()
         self._updater.start()
         precision.recall_scale(self._optimizer)
         model = self.model
         if not self._made:
             self._make_functions()
-        names = ["train_function"]
-        if test_step and "test_function" in self._made:
-            names.append("test_function")
+        # Others were traced with weights that are in shards now.
+        every = test_step or self._sharded is not None
+        names = [n for n in self._made if n == "train_function" or every]
         for name in names:
             function = self._made[name]
             if guard:
@@ -140,39 +154,56 @@ class Session:
         separately = self._num_batches > 1 and jit_compile
         if separately and not model.run_eagerly:
             self._gradient_step = _compiled(self._gradient_step)
-        plain = model.train_function, model.test_function
+        plain = {name: getattr(model, name) for name in _FUNCTIONS}
         try:
             with capture.attribute(model, "train_step", self._run_train_step):
-                if separately:
+                if separately or self._sharded is not None:
                     model.jit_compile = False
                 if self._dtr is not None:
                     model.run_eagerly = True
                 model.make_train_function(force=True)
                 self._made["train_function"] = model.train_function
             model.run_eagerly = run_eagerly
-            if self._mixed_precision is not None:
+            # Both read weights, in a dtype or from shards.
+            if self._mixed_precision is not None or self._sharded is not None:
                 with capture.attribute(model, "test_step", self._run_test_step):
                     model.make_test_function(force=True)
                     self._made["test_function"] = model.test_function
+            if self._sharded is not None:
+                step = self._run_predict_step
+                with capture.attribute(model, "predict_step", step):
+                    model.make_predict_function(force=True)
+                    self._made["predict_function"] = model.predict_function
         finally:
             model.jit_compile = jit_compile
             model.run_eagerly = run_eagerly
-            model.train_function, model.test_function = plain
+            for name, function in plain.items():
+                setattr(model, name, function)
 
     def trains(self) -> bool:
         """Whether this session's function is on the model."""
         function = self._functions.get("train_function")
         return function is not None and self.model.train_function is function
 
-    def remove(self) -> None:
-        """Gives the model its own functions back. May be called twice."""
+    def remove(self, failed: bool = False) -> None:
+        """Gives the model its own functions back. May be called twice.
+
+        Args:
+            failed: Whether an error ended the training. Shards are left then,
+                as other processes may be gone.
+        """
         for name, function in self._functions.items():
             # `compile` may have taken ours off already.
             if getattr(self.model, name) is function:
-                setattr(self.model, name, self._plain_functions[name])
+                plain = self._plain_functions[name]
+                # It was traced with weights that are still in shards.
+                left = failed and self._sharded is not None
+                setattr(self.model, name, None if left else plain)
         self._functions = {}
         self._updater.stop()
         precision.remember_scale(self._optimizer)
+        if self._sharded is not None:
+            self._sharded.stop(failed)
 
     @property
     def state(self) -> list:
@@ -190,7 +221,8 @@ class Session:
 
     def end_group(self) -> None:
         """Applies the last, incomplete group of batches."""
-        self._updater.flush()
+        with self._updating():
+            self._updater.flush()
 
     def _guarded(self, name: str, function):
         history = self.model.history
@@ -206,7 +238,7 @@ class Session:
             except StopIteration:
                 raise
             except BaseException:
-                self.remove()
+                self.remove(failed=True)
                 raise
 
         return call
@@ -233,16 +265,31 @@ class Session:
 
     def _take_step(self, data, grows_from: int | None = None):
         with self._device(grows_from):
-            with self._precision(), self._remat():
+            with self._precision(), self._forward(training=True), self._remat():
                 if not self._captures:
                     return self._user_train_step(data)
                 batch = self._gradient_step(data)
-            self._updater.add(batch)
+            with self._updating():
+                self._updater.add(batch)
         return batch.logs
 
     def _run_test_step(self, data):
-        with self._precision():
+        with self._precision(), self._forward(training=False):
             return self._user_test_step(data)
+
+    def _run_predict_step(self, data):
+        with self._precision(), self._forward(training=False):
+            return self._user_predict_step(data)
+
+    def _forward(self, training: bool):
+        if self._sharded is None:
+            return contextlib.nullcontext()
+        return self._sharded.forward(training)
+
+    def _updating(self):
+        if self._sharded is None:
+            return contextlib.nullcontext()
+        return self._sharded.updating()
 
     def _precision(self):
         return option_precision(self.model, self.options)
@@ -320,78 +367,3 @@ def _as_tensor(leaf):
     if leaf is None or tf.is_tensor(leaf):
         return leaf
     return tf.convert_to_tensor(leaf)
-
-
-def check(model, options: MemoryOptions) -> None:
-    """Checks whether the options can work with a model."""
-    for name in _TO_COME:
-        if getattr(options, name) is not None:
-            raise NotImplementedError(
-                f"`{name}` is not available in this version of kmem."
-            )
-    if not model.compiled:
-        raise ValueError(
-            "The model must be compiled before it is trained: call "
-            f"`model.compile()` first. Received: model={model.name}"
-        )
-    own_steps = getattr(model.optimizer, "gradient_accumulation_steps", None)
-    if options.gradient_accumulation_steps is not None and own_steps:
-        raise ValueError(
-            "Gradients must be accumulated by kmem or by the optimizer, not "
-            "by both: make the optimizer without "
-            "`gradient_accumulation_steps`. Received: "
-            f"optimizer.gradient_accumulation_steps={own_steps}"
-        )
-    if options.dtr is not None:
-        _check_dtr(model)
-    if model.distribute_strategy.num_replicas_in_sync > 1:
-        _check_replicas(model, options)
-
-
-def _check_replicas(model, options: MemoryOptions) -> None:
-    """What replicas compute together cannot be traced by itself, as a loop's
-    body, a denominator or a recomputation is."""
-    used = (n for n in _TRACED_APART if getattr(options, n) is not None)
-    name = next(used, None)
-    for layer in capture.all_layers(model) if name else []:
-        if getattr(layer, "synchronized", False):
-            raise ValueError(
-                f"`{name}` cannot be used with layers that synchronize their "
-                "replicas: make them with `synchronized=False`. "
-                f"Received: layer={layer.name}"
-            )
-
-
-def _check_dtr(model) -> None:
-    if model.jit_compile:
-        raise ValueError(
-            "`dtr` sees operators one by one, and XLA compiles them into "
-            "one: call `model.compile(jit_compile=False)`, or use `remat`. "
-            "Received: jit_compile=True"
-        )
-    replicas = model.distribute_strategy.num_replicas_in_sync
-    if replicas > 1:
-        raise ValueError(
-            "`dtr` must have one replica in a process. "
-            f"Received: {replicas} replicas"
-        )
-
-
-def check_batch(
-    arguments: MutableMapping[str, Any], options: MemoryOptions
-) -> None:
-    """Checks what `fit` is given against the options, before it starts.
-
-    Raises:
-        ValueError: If batches are known to have fewer rows than micro-batches
-            are asked for.
-    """
-    if options.microbatches is None:
-        return
-    rows = batches.batch_rows(arguments)
-    if rows is not None and rows < options.microbatches.count:
-        raise ValueError(
-            "`microbatches` must not be larger than the batch. Received: "
-            f"microbatches={options.microbatches.count} for batches of "
-            f"{rows} rows"
-        )

@@ -11,9 +11,10 @@ from kmem import planner
 from kmem.callbacks import EndOfGroup
 from kmem.options import MemoryOptions
 from kmem.options import split_options
+from kmem.requirements import check
+from kmem.requirements import check_batch
 from kmem.session import Session
-from kmem.session import check
-from kmem.session import check_batch
+from kmem.sharding import training
 
 _SESSION = "_kmem_session"
 
@@ -43,6 +44,11 @@ class MemoryFit:
                 dtr: Give up tensors when memory runs short, and recompute
                     them when they are read: `True`, a threshold such as
                     `"5GB"`, or `kmem.DTR(...)`. Training runs eagerly.
+                sharding: Each of the processes that TF_CONFIG names holds
+                    one shard of the optimizer's variables (`"optimizer"`),
+                    and of the weights (`"gradients"`), which are gathered
+                    again for the backward pass (`"full"`), or
+                    `kmem.Sharding(...)`. Give every process the same data.
 
         Returns:
             Keras's `History`.
@@ -179,6 +185,9 @@ def _fit(model, keras_fit, args, kwargs):
     signature = inspect.signature(keras_fit)
     options = split_options(kwargs, set(signature.parameters))
     _end_train_on_batch(model)
+    if options.sharding is None:
+        training.make_whole(model)
+        training.check_whole(model)
     if not options:
         return keras_fit(*args, **kwargs)
     if "callbacks" not in signature.parameters:
@@ -199,9 +208,12 @@ def _fit(model, keras_fit, args, kwargs):
     )
     try:
         session.install()
-        return keras_fit(*bound.args, **bound.kwargs)
-    finally:
-        session.remove()
+        history = keras_fit(*bound.args, **bound.kwargs)
+    except BaseException:
+        session.remove(failed=True)
+        raise
+    session.remove()
+    return history
 
 
 def _train_on_batch(model, keras_train_on_batch, args, kwargs):

@@ -32,6 +32,7 @@ LAYERS = (
         "ordering",
         "xla",
         "parts",
+        "processes",
         "microbatch",
         "accumulation",
         "precision",
@@ -42,6 +43,7 @@ LAYERS = (
     {"multilevel", "autotune"},
     {"monitor", "distributed"},
     {
+        "requirements",
         "session",
         "rehearsal",
         "trial",

@@ -371,7 +371,7 @@ BAD = [
     ({"remat": "auto", "dtr": True}, ValueError, "exclude each other"),
     ({"memory_budget": "8GB"}, NotImplementedError, "`memory_budget`"),
     ({"dtr": "1KB"}, ValueError, "larger than what is in use"),
-    ({"sharding": "full"}, NotImplementedError, "`sharding`"),
+    ({"sharding": "full", "dtr": True}, ValueError, "used with `dtr`"),
 ]
 
 

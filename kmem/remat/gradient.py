@@ -115,6 +115,12 @@ def why_not_recomputable(fn: Callable, *args, **kwargs) -> str | None:
     return None
 
 
+def is_running() -> bool:
+    """Whether a function runs that is recomputed, for the first time or the
+    second."""
+    return bool(_running.get())
+
+
 class _Segment:
     """One call of a function, and what its gradient needs."""
 

@@ -1,0 +1,93 @@
+"""Whether memory options can work with a model, and with each other.
+
+Asked before anything is changed: an option that cannot work is refused with
+an error that says what to do instead.
+"""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from kmem import batches
+from kmem import capture
+from kmem.options import MemoryOptions
+from kmem.sharding import refusals
+
+_TO_COME = ("memory_budget",)
+_TRACED_APART = ("microbatches", "gradient_accumulation_steps", "remat")
+
+
+def check(model, options: MemoryOptions) -> None:
+    """Checks whether the options can work with a model."""
+    for name in _TO_COME:
+        if getattr(options, name) is not None:
+            raise NotImplementedError(
+                f"`{name}` is not available in this version of kmem."
+            )
+    if not model.compiled:
+        raise ValueError(
+            "The model must be compiled before it is trained: call "
+            f"`model.compile()` first. Received: model={model.name}"
+        )
+    own_steps = getattr(model.optimizer, "gradient_accumulation_steps", None)
+    if options.gradient_accumulation_steps is not None and own_steps:
+        raise ValueError(
+            "Gradients must be accumulated by kmem or by the optimizer, not "
+            "by both: make the optimizer without "
+            "`gradient_accumulation_steps`. Received: "
+            f"optimizer.gradient_accumulation_steps={own_steps}"
+        )
+    if options.dtr is not None:
+        _check_dtr(model)
+    if options.sharding is not None:
+        refusals.check(model, options)
+    if model.distribute_strategy.num_replicas_in_sync > 1:
+        _check_replicas(model, options)
+
+
+def _check_replicas(model, options: MemoryOptions) -> None:
+    """What replicas compute together cannot be traced by itself, as a loop's
+    body, a denominator or a recomputation is."""
+    used = (n for n in _TRACED_APART if getattr(options, n) is not None)
+    name = next(used, None)
+    for layer in capture.all_layers(model) if name else []:
+        if getattr(layer, "synchronized", False):
+            raise ValueError(
+                f"`{name}` cannot be used with layers that synchronize their "
+                "replicas: make them with `synchronized=False`. "
+                f"Received: layer={layer.name}"
+            )
+
+
+def _check_dtr(model) -> None:
+    if model.jit_compile:
+        raise ValueError(
+            "`dtr` sees operators one by one, and XLA compiles them into "
+            "one: call `model.compile(jit_compile=False)`, or use `remat`. "
+            "Received: jit_compile=True"
+        )
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if replicas > 1:
+        raise ValueError(
+            "`dtr` must have one replica in a process. "
+            f"Received: {replicas} replicas"
+        )
+
+
+def check_batch(
+    arguments: MutableMapping[str, Any], options: MemoryOptions
+) -> None:
+    """Checks what `fit` is given against the options, before it starts.
+
+    Raises:
+        ValueError: If batches are known to have fewer rows than micro-batches
+            are asked for.
+    """
+    if options.microbatches is None:
+        return
+    rows = batches.batch_rows(arguments)
+    if rows is not None and rows < options.microbatches.count:
+        raise ValueError(
+            "`microbatches` must not be larger than the batch. Received: "
+            f"microbatches={options.microbatches.count} for batches of "
+            f"{rows} rows"
+        )

@@ -1,0 +1,246 @@
+"""Each process computes its rows of a batch; sums over all make it the batch.
+
+All processes are given the same batch, as in one process. Rank r of N takes
+rows r*B//N to (r+1)*B//N. To the rest of kmem that is a part of the batch as a
+micro-batch is one: its losses count with its share of the rows, or of what
+they are divided by, so that gradients, logs and metrics add up. A batch with
+fewer rows than there are processes is computed by each of them, and counts
+1/N there.
+
+What a step changes besides the weights is added up as well, as changes: those
+of a metric's state, of which each is a sum over rows, and the mean of those
+of statistics, such as batch normalization's. So every process has the same
+state after every step. Numbers of random seeds are the exception: processes
+draw different ones.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kmem.capture import attribute
+from kmem.parts import num_rows
+from kmem.parts import slice_rows
+from kmem.processes import Alone
+from kmem.processes import Slice
+from kmem.sharding import gathering
+from kmem.sharding.engine import Engine
+from kmem.sharding.variables import MirroredVariable
+from kmem.sharding.variables import ShardedVariable
+
+
+class Slices(Alone):
+    """The processes that compute a batch together.
+
+    Args:
+        engine: The processes.
+        later: Whether whole gradients are added up before an update only, and
+            not after every batch.
+    """
+
+    split_batches = True
+
+    def __init__(self, engine: Engine, later: bool = False):
+        self._engine = engine
+        self._later = later
+
+    def slice(self, data):
+        size, rank = self._engine.size, self._engine.rank
+        rows = num_rows(data)
+        data = self._checked(data, rows)
+        enough = rows >= size
+        start = tf.where(enough, rows * rank // size, 0)
+        stop = tf.where(enough, rows * (rank + 1) // size, rows)
+        return Slice(
+            slice_rows(data, start, stop - start),
+            rows,
+            fewest_rows=tf.where(enough, rows // size, rows),
+            copies=tf.cast(tf.where(enough, 1, size), tf.float64),
+        )
+
+    def _checked(self, data, rows):
+        """The batch, once it is known to be that of the other processes."""
+        if self._engine.size == 1:
+            return data
+        own = tf.stack([tf.cast(rows, tf.int64), *_checksums(data)])
+        highest = self._engine.all_reduce(
+            tf.concat([own, -own], axis=0), "batch", "Max"
+        )
+        highest, negated_lowest = tf.split(highest, 2)
+        same = tf.reduce_all(highest == -negated_lowest)
+        check = tf.debugging.Assert(
+            same,
+            [
+                "All processes must be given the same batches, in the same "
+                "order. Received: batches that differ. Seed what shuffles "
+                "the data alike in all processes, and give each of them all "
+                "of the data: every one takes its rows of a batch by itself."
+            ],
+        )
+        with tf.control_dependencies([] if check is None else [check]):
+            return keras.tree.map_structure(_identity, data)
+
+    def add_up(self, tensors, variables, batch):
+        kept = [isinstance(v, ShardedVariable) for v in variables]
+        small = [t for t, keep in zip(tensors, kept, strict=True) if not keep]
+        totals = iter(self._total(small, "logs"))
+        sums = [
+            tensor if keep else next(totals)
+            for tensor, keep in zip(tensors, kept, strict=True)
+        ]
+        if not self._later:
+            sums = self._cut(sums, variables)
+        return [_divided(tensor, batch.copies) for tensor in sums]
+
+    def add_up_group(self, gradients, variables):
+        return self._cut(gradients, variables) if self._later else gradients
+
+    def _cut(self, gradients, variables) -> list:
+        """Of whole gradients the sums over all processes, cut."""
+        return [
+            self._scattered(gradient, variable)
+            if gradient is not None and self._is_whole(variable)
+            else gradient
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def sharing_state(self, model, batch):
+        statistics = [
+            variable
+            for variable in model.non_trainable_variables
+            if tf.as_dtype(variable.dtype).is_floating
+            and not isinstance(variable, ShardedVariable)
+        ]
+        before = {
+            id(variable): tf.identity(variable.value)
+            for variable in (*statistics, *_of_metrics(model))
+        }
+        with _assigned(statistics) as assigned:
+            yield
+        own = num_rows(batch.data)
+        share = tf.cast(own, tf.float64) / tf.cast(batch.rows, tf.float64)
+        changed = [(v, share) for v in assigned.values()]
+        changed += [(v, 1) for v in _of_metrics(model)]
+        olds = [tf.cast(before[id(v)], tf.float64) for v, _ in changed]
+        changes = [
+            (tf.cast(v.value, tf.float64) - old) * weight
+            for (v, weight), old in zip(changed, olds, strict=True)
+        ]
+        totals = self._total(changes, "state")
+        for (v, _), old, total in zip(changed, olds, totals, strict=True):
+            v.assign(tf.cast(old + total / batch.copies, v.dtype))
+
+    def weighing(self, share, update):
+        return gathering.weighed(lambda: None if update.sums_rows else share)
+
+    def counting(self):
+        return gathering.without_values()
+
+    def weighs_gradient(self, variable):
+        return type(variable) is ShardedVariable
+
+    def gradient_shape(self, variable):
+        if not isinstance(variable, ShardedVariable):
+            return variable.shape
+        layout = variable.shard.layout
+        return layout.shape if self._is_whole(variable) else (layout.length,)
+
+    def summed_shape(self, variable):
+        if self._later:
+            return self.gradient_shape(variable)
+        return variable.shape
+
+    def _is_whole(self, variable) -> bool:
+        """Whether processes add up a gradient after it was made."""
+        if not isinstance(variable, ShardedVariable):
+            return False
+        mirrored = isinstance(variable, MirroredVariable)
+        return mirrored or not variable.shard.travel.reduces
+
+    def _scattered(self, gradient, variable) -> tf.Tensor:
+        shard = variable.shard
+        (own,) = gathering.scatter(
+            self._engine, [shard.layout], [gradient], shard.name, shard.travel
+        )
+        return own
+
+    def _total(self, tensors: list, name: str) -> list:
+        """The sums of small tensors, in one call."""
+        if not tensors or self._engine.size == 1:
+            return tensors
+        flat = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in tensors]
+        total = self._engine.all_reduce(tf.concat(flat, axis=0), name)
+        totals = tf.split(total, [np.prod(t.shape, dtype=int) for t in tensors])
+        return [
+            tf.cast(tf.reshape(total, t.shape), t.dtype)
+            for total, t in zip(totals, tensors, strict=True)
+        ]
+
+
+def _divided(tensor, copies):
+    if tensor.dtype.is_integer:
+        return tf.cast(tf.cast(tensor, tf.float64) / copies, tensor.dtype)
+    return tensor / tf.cast(copies, tensor.dtype)
+
+
+def _of_metrics(model) -> list:
+    return [v for metric in model.metrics for v in metric.variables]
+
+
+@contextlib.contextmanager
+def _assigned(variables: list) -> Iterator[dict[int, Any]]:
+    """Collects the variables that are assigned within."""
+    found: dict[int, Any] = {}
+
+    def noting(variable):
+        assign = variable._direct_assign
+
+        def note(value):
+            found[id(variable)] = variable
+            assign(value)
+
+        return note
+
+    with contextlib.ExitStack() as stack:
+        for variable in variables:
+            note = noting(variable)
+            # Private in Keras: through it, every assignment.
+            stack.enter_context(attribute(variable, "_direct_assign", note))
+        yield found
+
+
+def _identity(leaf):
+    if leaf is None:
+        return None
+    return tf.nest.map_structure(tf.identity, leaf, expand_composites=True)
+
+
+def _checksums(data) -> list[tf.Tensor]:
+    """A number for each tensor of a batch, that depends on every row and on
+    the order of the rows."""
+    return [
+        _checksum(tensor)
+        for leaf in keras.tree.flatten(data)
+        if leaf is not None
+        for tensor in tf.nest.flatten(leaf, expand_composites=True)
+    ]
+
+
+def _checksum(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype == tf.string:
+        tensor = tf.strings.to_hash_bucket_fast(tensor, 2**31)
+    elif tensor.dtype.is_floating:
+        # The bits: sums of integers do not round.
+        kinds = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+        tensor = tf.bitcast(tensor, kinds[tensor.dtype.size])
+    tensor = tf.cast(tensor, tf.int64 if tensor.dtype.size == 8 else tf.int32)
+    axes = tf.range(1, tf.maximum(tf.rank(tensor), 1))
+    rows = tf.reshape(tf.cast(tf.reduce_sum(tensor, axes), tf.int64), [-1])
+    positions = tf.range(1, tf.size(rows, tf.int64) + 1, dtype=tf.int64)
+    # Small enough to be negated, for any sums.
+    return tf.reduce_sum(rows * positions) // 2

@@ -1,0 +1,227 @@
+"""A model's training in shards: begun, and ended again.
+
+While it lasts the model's weights and the optimizer's variables are shards.
+When it ends they are gathered, one after another, and every process has the
+whole model.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from kmem.accumulation import build_optimizer
+from kmem.capture import all_layers
+from kmem.capture import attribute
+from kmem.options import Sharding
+from kmem.sharding import replicas
+from kmem.sharding import seeds
+from kmem.sharding import units
+from kmem.sharding import updating
+from kmem.sharding import variables
+from kmem.sharding.engine import engine
+from kmem.sharding.gathering import Travel
+from kmem.sharding.slices import Slices
+from kmem.sharding.variables import MirroredVariable
+from kmem.sharding.variables import ShardedVariable
+
+
+class ShardedTraining:
+    """A model's training under `kmem.Sharding`.
+
+    Args:
+        model: A compiled, built model.
+        optimizer: The optimizer that trains it.
+        option: How it is sharded.
+        num_batches: The batches of an update.
+
+    Attributes:
+        slices: How batches are divided.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer,
+        option: Sharding,
+        num_batches: int,
+    ):
+        self._model = model
+        self._optimizer = optimizer
+        self._option = option
+        self._engine = engine()
+        self._home = self._engine.host if option.cpu_offload else None
+        self._units = units.find(model, option.units)
+        self._during = contextlib.ExitStack()
+        self._travel = Travel(
+            option.gather_dtype,
+            option.reduce_dtype,
+            reduces=option.accumulate == "sharded",
+        )
+        later = num_batches > 1 and not self._travel.reduces
+        self.slices = Slices(self._engine, later)
+
+    def start(self) -> None:
+        """Makes shards of what process 0 has. All processes have to call it."""
+        make_whole(self._model)
+        seeds.agree(self._engine)
+        mirrored = self._option.stage == "optimizer"
+        weights = _weights(self._model)
+        for number, variable in enumerate(weights):
+            if not isinstance(variable, ShardedVariable):
+                name = f"weight {number}"
+                variables.shard(
+                    variable, self._engine, name, mirrored, self._home
+                )
+            variable.shard.travel = self._travel
+            variable.shard.local.trainable = variable.trainable
+        self._shard_optimizer()
+        known = {id(v) for v in (*weights, *_slots(self._optimizer))}
+        rest = [*self._model.variables, *self._optimizer.variables]
+        for number, variable in enumerate(rest):
+            if id(variable) not in known:
+                value = tf.convert_to_tensor(variable.value)
+                name = f"state {number}"
+                variable.assign(self._engine.broadcast(value, name))
+        self._during.enter_context(seeds.turned(self._model, self._engine))
+        self._during.enter_context(self._finalizing())
+
+    def stop(self, failed: bool = False) -> None:
+        """Makes the model whole again. All processes have to call it.
+
+        Args:
+            failed: Whether an error ended the training. The model keeps its
+                shards then, as others may be gone with theirs: who reads it
+                takes part in gathering it.
+        """
+        self._during.close()
+        if not failed:
+            make_whole(self._model)
+
+    @contextlib.contextmanager
+    def forward(self, training: bool) -> Iterator[None]:
+        """Within, the model's layers gather their weights as they run."""
+        keeps = not training or self._option.stage != "full"
+        with (
+            units.applied(self._units, keeps),
+            replicas.synchronized(self._engine),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Within, the optimizer is given shards."""
+        apply = self._optimizer.apply
+
+        def apply_and_publish(*args, **kwargs):
+            apply(*args, **kwargs)
+            self._publish()
+
+        with (
+            variables.as_shards(),
+            updating.of_all(self._optimizer, self._engine),
+            attribute(self._optimizer, "apply", apply_and_publish),
+            self._at_home(),
+        ):
+            yield
+
+    def _publish(self) -> None:
+        """Lets all processes have the whole weights that stay whole."""
+        mirrored = [
+            variable
+            for variable in self._model.trainable_variables
+            if isinstance(variable, MirroredVariable)
+        ]
+        if mirrored:
+            variables.publish(mirrored, "publish")
+
+    def _at_home(self):
+        """A context: operations run where the shards are."""
+        return tf.device(self._home) if self._home else contextlib.nullcontext()
+
+    def _finalizing(self):
+        """Lets Keras put averages in the place of weights, at the end."""
+        optimizer = self._model.optimizer
+        finalize = optimizer.finalize_variable_values
+
+        def finalize_shards(weights):
+            with self.updating():
+                finalize(weights)
+            self._publish()
+
+        return attribute(optimizer, "finalize_variable_values", finalize_shards)
+
+    def _shard_optimizer(self) -> None:
+        optimizer = self._optimizer
+        if optimizer.built:
+            for number, variable in enumerate(_slots(optimizer)):
+                if not isinstance(variable, ShardedVariable):
+                    name = f"slot {number}"
+                    variables.shard(
+                        variable, self._engine, name, home=self._home
+                    )
+            return
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        make = inner.add_variable_from_reference
+        made = []
+
+        def make_shard(reference_variable, *args, **kwargs):
+            variable = make(reference_variable, *args, **kwargs)
+            if isinstance(reference_variable, ShardedVariable):
+                made.append((variable, reference_variable.shard))
+            return variable
+
+        with (
+            variables.as_shards(),
+            self._at_home(),
+            attribute(inner, "add_variable_from_reference", make_shard),
+        ):
+            build_optimizer(optimizer, self._model.trainable_variables)
+        for number, (variable, reference) in enumerate(made):
+            name = f"slot {number}"
+            variables.adopt(variable, reference, name, self._home)
+
+
+def make_whole(model: keras.Model) -> None:
+    """Gathers what a `fit` has cut, one variable after another.
+
+    Nothing, before the next `fit`, unless an error ended that one.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    slots = _slots(optimizer) if optimizer else []
+    for variable in (*slots, *_weights(model)):
+        if isinstance(variable, ShardedVariable) and not variable.shard.stays:
+            variables.restore(variable)
+
+
+def check_whole(model: keras.Model) -> None:
+    """Checks that each process can train a model by itself.
+
+    Raises:
+        ValueError: If it was built in shards.
+    """
+    if any(isinstance(variable, ShardedVariable) for variable in model.weights):
+        raise ValueError(
+            "A model that was built under `kmem.ShardedStrategy` must be "
+            "trained with `sharding`. Received: sharding=None"
+        )
+
+
+def _slots(optimizer) -> list:
+    return [v for v in optimizer.variables if len(v.shape)]
+
+
+def _weights(model) -> list:
+    """The weights of layers, frozen ones too, that have a dimension.
+
+    `_trainable_variables` is private in Keras: the weights of a layer itself,
+    whether it is frozen or not. tests/test_sharding.py fails if it moves.
+    """
+    found = {
+        id(variable): variable
+        for layer in all_layers(model)
+        for variable in layer._trainable_variables
+        if len(variable.shape)
+    }
+    return list(found.values())

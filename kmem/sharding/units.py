@@ -1,0 +1,166 @@
+"""Gathers a layer's weights when the layer runs, and not before.
+
+A unit is a layer of Keras's own, with all that is in it, or a layer that is
+named. Its call gathers the weights, runs, and forgets them. In the stage
+"gradients" the backward pass still has them; in the stage "full" it gathers
+them again and runs the layer's forward pass again (kmem/remat), unless a plan
+says what runs again, which contains the gathering then.
+
+Weights that no unit has, such as those that a model of one's own keeps itself,
+are gathered where they are read, and kept for the backward pass.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem import remat
+from kmem.capture import all_layers
+from kmem.capture import attribute
+from kmem.capture import children
+from kmem.sharding import gathering
+from kmem.sharding.variables import ShardedVariable
+from kmem.sharding.variables import prepared
+
+
+class Unit:
+    """A layer whose weights are gathered together.
+
+    Args:
+        layer: The layer.
+        name: What names it in all processes.
+        keeps: Whether the backward pass is left the weights.
+    """
+
+    def __init__(self, layer: keras.layers.Layer, name: str, keeps: bool):
+        self.layer = layer
+        self._name = name
+        self._keeps = keeps
+        self._call = layer.call
+        # Of the weights' regularizers, until they are asked for.
+        self._penalties: dict[int, tf.Tensor] = {}
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within, the layer gathers its weights when it is called."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(attribute(self.layer, "call", self._run))
+            for variable in self._regularized():
+                penalty = self._penalty_of(variable)
+                change = attribute(variable, "_regularizer", penalty)
+                stack.enter_context(change)
+            yield
+
+    def _run(self, *args, **kwargs) -> Any:
+        regularized = self._regularized()
+        penalties = [v.regularizer.plain for v in regularized]
+
+        def run(*args, **kwargs):
+            with self._gathered((args, kwargs)):
+                result = self._call(*args, **kwargs)
+                # While the weights are there.
+                return result, [
+                    penalty(variable)
+                    for penalty, variable in zip(
+                        penalties, regularized, strict=True
+                    )
+                ]
+
+        run.__name__ = self.layer.name
+        # What runs within a plan's segment is seen there only.
+        within = remat.is_running()
+        if not (self._keeps or within):
+            run = remat.recompute(run, check=False)
+        result, found = run(*args, **kwargs)
+        if not within:
+            known = zip(map(id, regularized), found, strict=True)
+            self._penalties.update(known)
+        return result
+
+    def _penalty_of(self, variable):
+        plain = variable.regularizer
+
+        def penalty(value):
+            known = self._penalties.pop(id(variable), None)
+            return plain(value) if known is None else known
+
+        penalty.plain = plain
+        return penalty
+
+    def _regularized(self) -> list[ShardedVariable]:
+        return [
+            variable
+            for variable in self._sharded()
+            if variable.trainable and variable.regularizer is not None
+        ]
+
+    def _sharded(self) -> list[ShardedVariable]:
+        return [
+            variable
+            for variable in self.layer.weights
+            if type(variable) is ShardedVariable
+        ]
+
+    def _gathered(self, arguments):
+        variables = self._sharded()
+        if not variables:
+            return contextlib.nullcontext()
+        shards = [variable.shard for variable in variables]
+        wholes = gathering.gather(
+            shards[0].engine,
+            [shard.layout for shard in shards],
+            [shard.value for shard in shards],
+            self._name,
+            shards[0].travel,
+            after=tf.nest.flatten(arguments, expand_composites=True),
+        )
+        return prepared(variables, wholes)
+
+
+def find(model, names: tuple[str, ...] | None) -> list[keras.layers.Layer]:
+    """The layers of a model that are units.
+
+    Args:
+        model: A `keras.Model`.
+        names: Layers to be units as a whole, whatever is in them.
+
+    Raises:
+        ValueError: If a name is no layer's.
+    """
+    names = names or ()
+    known = {layer.name for layer in all_layers(model)}
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ValueError(
+            "`units` must be names of layers. "
+            f"Received: {', '.join(missing)}, which the model does not have"
+        )
+    return list(_find(model, names))
+
+
+@contextlib.contextmanager
+def applied(layers: list, keeps: bool) -> Iterator[None]:
+    """Lets layers gather their weights when they are called.
+
+    Args:
+        layers: The units.
+        keeps: Whether the backward pass is left the weights.
+    """
+    with contextlib.ExitStack() as stack:
+        for number, layer in enumerate(layers):
+            unit = Unit(layer, f"unit {number}", keeps)
+            stack.enter_context(unit.applied())
+        yield
+
+
+def _find(layer, names) -> Iterator[keras.layers.Layer]:
+    for child in children(layer):
+        kerass = type(child).__module__.startswith("keras.")
+        is_unit = kerass and not isinstance(child, keras.Model)
+        if (is_unit or child.name in names) and child.weights:
+            yield child
+        else:
+            yield from _find(child, names)

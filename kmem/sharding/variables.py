@@ -1,0 +1,338 @@
+"""Keras variables of which this process holds a shard.
+
+A `keras.Variable` that exists is given another class: every layer and every
+optimizer that knows it goes on as before. It has two faces. Outside of an
+update it is the whole array: who reads it takes part in gathering it, so all
+processes have to. Within `as_shards` it is this process's shard, a vector:
+Keras's own optimizers then update the shard, and what they make for it is a
+vector too.
+
+Its TensorFlow variable keeps its identity, for the functions that were traced
+with it, but no memory; `restore` gives it its values back.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem.sharding import gathering
+from kmem.sharding.engine import Engine
+from kmem.sharding.gathering import Travel
+from kmem.sharding.layout import Layout
+
+_shards = contextvars.ContextVar("shards", default=False)
+# The whole arrays of the layers that are running, by the variables' `id`.
+_prepared: contextvars.ContextVar[dict[int, tf.Tensor]] = (
+    contextvars.ContextVar("prepared", default={})  # noqa: B039
+)
+
+
+@contextlib.contextmanager
+def as_shards():
+    """Within, sharded variables are their shards."""
+    token = _shards.set(True)
+    try:
+        yield
+    finally:
+        _shards.reset(token)
+
+
+@contextlib.contextmanager
+def prepared(variables: Iterable["ShardedVariable"], wholes: list[tf.Tensor]):
+    """Within, who reads these variables is given these tensors."""
+    found = zip(map(id, variables), wholes, strict=True)
+    token = _prepared.set(_prepared.get() | dict(found))
+    try:
+        yield
+    finally:
+        _prepared.reset(token)
+
+
+class Shard:
+    """This process's shard of a variable.
+
+    Args:
+        engine: The processes.
+        path: The variable's path.
+        shape: Its shape.
+        value: The shard's values, a vector of `layout.length`.
+        trainable: Whether a gradient is wanted.
+        name: What names the variable in all processes. Not its path, which
+            counts the layers that a process has made.
+        home: The device that holds the shard; by default it is the usual one.
+
+    Attributes:
+        path: The variable's path.
+        layout: Its shape, and how it is cut.
+        rank: Which shard this is.
+        local: The shard, a `keras.Variable` of `[layout.length]`.
+        travel: The dtypes in which it travels.
+        home: The device that holds the shard, or `None`.
+        stays: Whether it is a shard before and after training too.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        path: str,
+        shape: tuple[int, ...],
+        value: tf.Tensor,
+        trainable: bool,
+        name: str,
+        home: str | None = None,
+    ):
+        self.engine = engine
+        self.path = path
+        self.layout = Layout(shape, engine.size)
+        self.rank = engine.rank
+        self.name = name
+        self.home = home
+        self.travel = Travel()
+        self.stays = False
+        with tf.device(home) if home else contextlib.nullcontext():
+            self.local = keras.Variable(
+                tf.identity(value),
+                dtype=value.dtype.name,
+                autocast=False,
+                name="shard",
+            )
+        # To TensorFlow it is trainable in any case: layers are unfrozen.
+        self.local.trainable = trainable
+
+    @property
+    def variable(self) -> tf.Variable:
+        """The shard in TensorFlow."""
+        # Private in Keras; see `kmem.capture.DiscardedState`.
+        return self.local._value
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The shard's value, where a step may have put another one."""
+        value = self.local.value
+        return value if self.local.trainable else tf.stop_gradient(value)
+
+    def read_full(self) -> tf.Tensor:
+        """The whole array, in its own dtype. All processes have to call it."""
+        travel = dataclasses.replace(self.travel, gather_dtype=None)
+        try:
+            (whole,) = gathering.gather(
+                self.engine, [self.layout], [self.value], self.name, travel
+            )
+        except tf.errors.DeadlineExceededError as error:
+            raise RuntimeError(
+                "A variable that is in shards must be read by all processes "
+                "together; so must a model that is saved or called. Received: "
+                f"{self.path} in process {self.rank}, without some of the "
+                "others. All processes have to be started again"
+            ) from error
+        return whole
+
+    def write_full(self, whole: tf.Tensor) -> None:
+        """Takes its part of a whole array, which all processes are given."""
+        _put(self.variable, self.layout.cut(whole, self.rank))
+
+
+class ShardedVariable(keras.Variable):
+    """A variable that is a shard in memory.
+
+    Made by `shard`, of a variable that exists. `_value` and `_shape` are
+    private in Keras; tests/test_sharding_variables.py fails if they move.
+
+    Attributes:
+        shard: This process's `Shard`.
+    """
+
+    shard: Shard
+
+    @property
+    def _value(self):  # type: ignore[override]
+        if _shards.get():
+            return self.shard.variable
+        whole = _prepared.get().get(id(self))
+        return self._read() if whole is None else whole
+
+    def _read(self):
+        return self.shard.read_full()
+
+    @property
+    def _shape(self):  # type: ignore[override]
+        layout = self.shard.layout
+        return (layout.length,) if _shards.get() else layout.shape
+
+    @property
+    def _ndim(self):  # type: ignore[override]
+        return len(self._shape)
+
+    @property
+    def value(self):
+        # Not the value that a `StatelessScope` has: it has the shard's.
+        return self._maybe_autocast(self._value)
+
+    @property
+    def handle(self):
+        return self.shard.variable.handle
+
+    def _direct_assign(self, value):
+        value = tf.cast(value, self.shard.variable.dtype)
+        if _shards.get():
+            self.shard.variable.assign(value)
+        else:
+            self.shard.write_full(value)
+
+    def __repr__(self):
+        # Without the value, which takes all processes.
+        return (
+            f"<ShardedVariable path={self.path}, shape={self.shape}, "
+            f"dtype={self.dtype}, shard={self.shard.rank} of "
+            f"{self.shard.layout.count}>"
+        )
+
+
+class MirroredVariable(ShardedVariable):
+    """A variable that is whole in every process, and has a shard besides, for
+    the optimizer. After an update `publish` makes all of it new."""
+
+    def _read(self):
+        return _whole(self)
+
+    @property
+    def value(self):
+        if _shards.get():
+            return self._value
+        return super(ShardedVariable, self).value
+
+    @property
+    def handle(self):
+        return (self.shard.variable if _shards.get() else _whole(self)).handle
+
+    def _direct_assign(self, value):
+        super()._direct_assign(value)
+        if not _shards.get():
+            _whole(self).assign(value)
+
+
+def can_be_cut(variable) -> bool:
+    """Whether a Keras variable has values, and more than a single one."""
+    return _whole(variable) is not None and len(variable.shape) > 0
+
+
+def shard(
+    variable,
+    engine: Engine,
+    name: str,
+    mirrored: bool = False,
+    home: str | None = None,
+) -> None:
+    """Makes a Keras variable a sharded one, with the values of process 0.
+
+    Args:
+        variable: A `keras.Variable` that has a value.
+        engine: The processes.
+        name: What names it in all processes.
+        mirrored: Whether it also stays whole.
+        home: The device that holds the shard.
+    """
+    whole = _whole(variable)
+    value = engine.broadcast(tf.convert_to_tensor(whole), f"{name}/broadcast")
+    # Functions that were traced in an earlier `fit` know that one's shard.
+    shards = vars(variable).setdefault("_kmem_shards", {})
+    known = shards.get(home)
+    if known is None:
+        shape = tuple(whole.shape)
+        cut = Layout(shape, engine.size).cut(value, engine.rank)
+        known = Shard(
+            engine, variable.path, shape, cut, variable.trainable, name, home
+        )
+        # Optimizers know a variable by it.
+        known.variable._unique_id = whole._unique_id
+        shards[home] = known
+    else:
+        known.write_full(value)
+    variable.shard = known
+    if mirrored:
+        whole.assign(value)
+    else:
+        _empty(whole)
+    variable.__class__ = MirroredVariable if mirrored else ShardedVariable
+
+
+def adopt(
+    variable, reference: Shard, name: str, home: str | None = None
+) -> None:
+    """Makes a Keras variable that was made `as_shards` a sharded one.
+
+    Args:
+        variable: A `keras.Variable`, a vector.
+        reference: The shard that it was made for.
+        name: What names it in all processes.
+        home: The device that holds the shard.
+    """
+    shape = reference.layout.shape
+    own = _whole(variable)
+    known = Shard(
+        reference.engine,
+        variable.path,
+        shape,
+        tf.convert_to_tensor(own),
+        trainable=False,
+        name=name,
+        home=home,
+    )
+    known.stays = reference.stays
+    whole = tf.Variable(
+        tf.zeros(shape, own.dtype), trainable=False, name=variable.name
+    )
+    _empty(whole)
+    vars(variable).update(
+        _value=whole,
+        _shape=shape,
+        _ndim=len(shape),
+        shard=known,
+        _kmem_shards={home: known},
+    )
+    variable.__class__ = ShardedVariable
+
+
+def publish(variables: list, name: str) -> None:
+    """Makes mirrored variables whole of their shards, in all processes."""
+    shards = [variable.shard for variable in variables]
+    wholes = gathering.gather(
+        shards[0].engine,
+        [each.layout for each in shards],
+        [tf.convert_to_tensor(each.variable) for each in shards],
+        name,
+        shards[0].travel,
+    )
+    for variable, whole in zip(variables, wholes, strict=True):
+        _whole(variable).assign(whole)
+
+
+def restore(variable) -> None:
+    """Makes a sharded variable a plain one; all processes have to."""
+    whole = _whole(variable)
+    rounded = variable.shard.travel.gather_dtype is not None
+    if rounded or not isinstance(variable, MirroredVariable):
+        _put(whole, variable.shard.read_full())
+    variable.__class__ = keras.Variable
+    _empty(variable.shard.variable)
+
+
+def _whole(variable) -> Any:
+    """The TensorFlow variable that Keras made."""
+    return vars(variable)["_value"]
+
+
+def _empty(variable: tf.Variable) -> None:
+    """Frees a variable's memory, whatever functions were traced with it."""
+    _put(variable, tf.zeros([0], variable.dtype))
+
+
+def _put(variable: tf.Variable, value: tf.Tensor) -> None:
+    """Assigns a value, whatever is there now."""
+    # `assign` checks its shape against the one that is there.
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)

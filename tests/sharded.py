@@ -1,0 +1,286 @@
+"""Trains cases in shards: what each of several processes runs in tests."""
+
+import pathlib
+import time
+
+import cases
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+from reference import log_error
+from reference import relative_error
+from reference import state
+from reference import train
+from reference import whole
+from sharding_cases import SHARDED
+
+import kmem
+
+CASES = cases.ALL | SHARDED
+# 52 rows: slices of 9 and 8, and a last batch of a single row.
+BATCH_SIZE = 17
+WIDTH = 512
+DEPTH = 4
+
+
+def main(runs):
+    """The errors of each of `{key: (case, options of fit)}`."""
+    kmem.ShardedStrategy()
+    return {key: errors(*run) for key, run in runs.items()}
+
+
+def errors(name, options):
+    """The largest errors of the weights, and of the logs.
+
+    Args:
+        name: The case.
+        options: Arguments of `fit`; `whole` is the reference's batch size.
+    """
+    options = dict(options)
+    batch_size = options.pop("whole", BATCH_SIZE)
+    want, history = whole(CASES[name], batch_size=batch_size)
+    options = {"batch_size": BATCH_SIZE} | options
+    model, logs = train(CASES[name], **options)
+    return relative_error(state(model), want), log_error(logs, history)
+
+
+def observe():
+    """What is seen of training that no single process has."""
+    strategy = kmem.ShardedStrategy()
+    return {
+        "first weights": first_weights(strategy.rank),
+        "shuffled": shuffled(strategy.rank),
+        "dropout": dropout(),
+        "overflow": overflow(),
+        "statistics": statistics(),
+        "rows": predicted_rows(),
+        **{f"bytes {stage}": costs(stage) for stage in ("full", "gradients")},
+        "bytes optimizer": costs("optimizer"),
+        "bytes bfloat16": costs("full", "bfloat16"),
+        "scope": built_in_shards(strategy),
+    }
+
+
+def first_weights(rank):
+    """The error when processes begin with other weights than process 0."""
+
+    def case():
+        model, arguments = cases.plain()
+        model.set_weights([w + rank for w in model.get_weights()])
+        return model, arguments
+
+    want, _ = whole(cases.plain)
+    model, _ = train(case, sharding="full", batch_size=20)
+    return relative_error(state(model), want)
+
+
+def shuffled(rank):
+    """The last loss of processes that would shuffle in different ways."""
+    model, arguments = cases.plain()
+    tf.random.set_seed(rank)
+    history = kmem.wrap(model).fit(
+        **arguments, batch_size=17, sharding="full", verbose=0
+    )
+    return history.history["loss"][-1]
+
+
+class _Seeds(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen = [seed.numpy().tolist() for seed in seeds(self.model)]
+
+
+def seeds(model):
+    return [v for v in model.variables if v.name == "seed_generator_state"]
+
+
+def dropout():
+    """The seeds within training and after it, and how far a run that
+    recomputes is from one that does not."""
+
+    def case():
+        model = keras.Sequential(
+            [
+                keras.Input((5,)),
+                layers.Dense(7, activation="tanh"),
+                layers.GaussianDropout(0.3),
+                layers.Dropout(0.5),
+                layers.Dense(3),
+            ]
+        )
+        model.compile("sgd", "mse")
+        return model, cases.regression()
+
+    callback = _Seeds()
+    model, _ = train(case, sharding="full", callbacks=[callback])
+    other, _ = train(case, sharding="gradients")
+    after = [seed.numpy().tolist() for seed in seeds(model)]
+    return callback.seen, after, relative_error(state(model), state(other))
+
+
+def overflow():
+    """The weights' change, and the updates, of a batch with an infinity in
+    the last process's rows."""
+    model = cases.dense(optimizer=keras.optimizers.SGD(0.1))
+    before = model.get_weights()
+    x = np.ones((8, 5), "float32")
+    x[7] = np.inf
+    kmem.wrap(model).fit(
+        x, x[:, :3], sharding="full", mixed_precision="float16", verbose=0
+    )
+    changes = map(np.subtract, model.get_weights(), before)
+    change = max(float(np.max(np.abs(c))) for c in changes)
+    return [change, int(model.optimizer.iterations.numpy())]
+
+
+def statistics():
+    """Batch normalization's averages, and those of one process."""
+
+    def case():
+        model = keras.Sequential(
+            [keras.Input((5,)), layers.BatchNormalization(), layers.Dense(3)]
+        )
+        model.compile("sgd", "mse")
+        return model, cases.regression()
+
+    means = []
+    for options in ({}, {"sharding": "full"}):
+        model, _ = train(case, batch_size=BATCH_SIZE, **options)
+        means.append(model.layers[0].moving_mean.numpy().tolist())
+    return means
+
+
+def predicted_rows():
+    """The rows of predictions in a callback, and afterwards."""
+    model, arguments = cases.plain()
+    seen = []
+
+    class Predict(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(len(self.model.predict(arguments["x"], verbose=0)))
+
+    model.predict(arguments["x"], verbose=0)
+    kmem.wrap(model).fit(
+        **arguments, sharding="full", verbose=0, callbacks=[Predict()]
+    )
+    return [*seen, len(model.predict(arguments["x"], verbose=0))]
+
+
+def wide():
+    return keras.Sequential(
+        [keras.Input((WIDTH,))]
+        + [layers.Dense(WIDTH, use_bias=False) for _ in range(DEPTH)]
+    )
+
+
+class _Costs(keras.callbacks.Callback):
+    """Bytes in memory and on the wire, of a step that is like any other."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 3:
+            kmem.memory.reset_peak("CPU")
+            self.sent = -_sent_bytes()
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 5:
+            self.sent += _sent_bytes()
+            self.current = kmem.memory.current("CPU")
+            self.peak = kmem.memory.peak("CPU")
+
+
+def _sent_bytes():
+    """What this network has carried."""
+    lines = pathlib.Path("/proc/net/dev").read_text().splitlines()
+    (loopback,) = [line for line in lines if line.strip().startswith("lo:")]
+    return int(loopback.split(":")[1].split()[0])
+
+
+def costs(stage, dtype=None):
+    """Bytes that a step has, needs at its peak, and sends (in three steps)."""
+    x = np.ones((6, 4, WIDTH), "float32")
+    data = tf.data.Dataset.from_tensor_slices((x, x))
+    before = kmem.memory.current("CPU")
+    model = wide()
+    model.compile("adam", "mse")
+    option = kmem.Sharding(stage, gather_dtype=dtype, reduce_dtype=dtype)
+    callback = _Costs()
+    kmem.wrap(model).fit(data, sharding=option, callbacks=[callback], verbose=0)
+    return callback.current - before, callback.peak - before, callback.sent
+
+
+def built_in_shards(strategy):
+    """Bytes after and while building, and how far training is from that of a
+    model that was built whole."""
+    before = kmem.memory.current("CPU")
+    kmem.memory.reset_peak("CPU")
+    keras.utils.set_random_seed(strategy.rank)
+    with strategy.scope():
+        model = wide()
+    current, peak = kmem.memory.current("CPU"), kmem.memory.peak("CPU")
+    plain = wide()
+    plain.set_weights(model.get_weights())
+    x = np.random.default_rng(0).normal(size=(24, WIDTH)).astype("float32")
+    losses = []
+    for each in (model, plain):
+        each.compile(keras.optimizers.Adam(1e-4), "mse")
+        options = {"sharding": "full"} if each is model else {}
+        history = kmem.wrap(each).fit(
+            x, x, batch_size=8, verbose=0, shuffle=False, epochs=2, **options
+        )
+        losses.append(history.history["loss"])
+    return current - before, peak - before, losses
+
+
+def train_on_other_data():
+    """Each process has rows of its own, which is refused."""
+    strategy = kmem.ShardedStrategy()
+    model, arguments = cases.plain()
+    arguments["x"] = arguments["x"] + strategy.rank
+    kmem.wrap(model).fit(**arguments, sharding="full", verbose=0)
+
+
+def offload():
+    """Where shards and updates are when the second device computes, and how
+    far that is from training on it alone."""
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    halves = [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.set_logical_device_configuration(cpu, halves)
+    updates, kept = [], []
+
+    class Devices(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            variables = [*self.model.weights, *self.model.optimizer.variables]
+            kept[:] = [
+                v.shard.variable.device for v in variables if len(v.shape)
+            ]
+
+    def case():
+        model, arguments = cases.plain()
+        update = model.optimizer.update_step
+
+        def update_step(gradient, variable, learning_rate):
+            updates.append(tf.square(gradient).device)
+            update(gradient, variable, learning_rate)
+
+        object.__setattr__(model.optimizer, "update_step", update_step)
+        return model, arguments
+
+    option = kmem.Sharding(cpu_offload=True)
+    with tf.device("CPU:1"):
+        want, _ = whole(cases.plain)
+        model, _ = train(
+            case, batch_size=20, sharding=option, callbacks=[Devices()]
+        )
+        after = [v.value.device for v in model.weights]
+    return updates, kept, after, relative_error(state(model), want)
+
+
+def read_alone():
+    """Process 0 asks for a weight, and the other one does not."""
+    strategy = kmem.ShardedStrategy()
+    with strategy.scope():
+        model = wide()
+    if strategy.rank == 0:
+        model.get_weights()
+    else:
+        time.sleep(60)

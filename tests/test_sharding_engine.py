@@ -1,0 +1,69 @@
+"""Collectives give in every process what their names say."""
+
+import collectives
+import numpy as np
+import pytest
+
+import kmem
+from kmem.sharding.engine import Engine
+from kmem.sharding.engine import engine
+
+SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def results():
+    return kmem.distributed.launch(collectives.main, SIZE)
+
+
+def test_processes_are_numbered_as_tf_config_says(results):
+    assert [(r["rank"], r["size"]) for r in results] == [(0, SIZE), (1, SIZE)]
+
+
+@pytest.mark.parametrize("dtype", collectives.DTYPES)
+@pytest.mark.parametrize("mode", [0, 1], ids=["eager", "graph"])
+def test_collectives_of_every_dtype(results, dtype, mode):
+    own = [np.arange(3) + 10 * rank for rank in range(SIZE)]
+    rows = np.arange(2 * SIZE).reshape(SIZE, 2)
+    for rank, result in enumerate(results):
+        gathered, scattered, total, highest = result[dtype][mode]
+
+        np.testing.assert_array_equal(gathered, own)
+        np.testing.assert_array_equal(scattered, SIZE * rows[rank])
+        np.testing.assert_array_equal(total, sum(own))
+        np.testing.assert_array_equal(highest, own[-1])
+
+
+def test_all_are_given_what_the_first_process_has(results):
+    for result in results:
+        for name, value in result.items():
+            if name.startswith("broadcast"):
+                assert value == [1, 0]
+
+
+def test_a_process_alone_needs_no_others(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    engine.cache_clear()
+
+    assert type(engine()) is Engine
+    assert engine().size == 1
+
+
+def test_tasks_of_other_kinds_are_refused(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": [], "ps": []}}')
+    engine.cache_clear()
+
+    with pytest.raises(ValueError, match="kinds `chief` and `worker`.*ps"):
+        engine()
+
+
+def test_joining_late_is_refused(monkeypatch):
+    monkeypatch.setenv(
+        "TF_CONFIG",
+        '{"cluster": {"worker": ["a:1", "b:1"]},'
+        ' "task": {"type": "worker", "index": 0}}',
+    )
+    engine.cache_clear()
+
+    with pytest.raises(RuntimeError, match="before TensorFlow's first"):
+        engine()

@@ -1,0 +1,213 @@
+"""`fit(sharding=...)` begins, ends and is refused as it should be.
+
+In one process, which has all of every shard.
+"""
+
+import cases
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from reference import relative_error
+from reference import state
+from reference import train
+from reference import whole
+
+import kmem
+from kmem.sharding.variables import ShardedVariable
+
+STAGES = ("full", "gradients", "optimizer")
+
+
+class _Raise(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise KeyboardInterrupt
+
+
+def fit(model, arguments, **options):
+    options = {"sharding": "full", "verbose": 0, "shuffle": False} | options
+    return kmem.wrap(model).fit(**arguments | options)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_training_is_that_without_shards(stage, mode):
+    want, _ = whole(cases.penalties("sum"), mode=mode)
+
+    model, _ = train(
+        cases.penalties("sum"), mode=mode, batch_size=20, sharding=stage
+    )
+
+    assert relative_error(state(model), want) < 1e-12
+
+
+def test_a_plan_s_segments_gather_as_they_run_again():
+    want, _ = whole(cases.plain)
+
+    model, _ = train(cases.plain, batch_size=20, sharding="full", remat="auto")
+
+    assert relative_error(state(model), want) < 1e-12
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_is_plain_before_and_after(stage):
+    model, arguments = cases.plain()
+    model.fit(**arguments, verbose=0)
+    values = [v.value for v in (*model.weights, *model.optimizer.variables)]
+    function = model.train_function
+    before = model.predict(arguments["x"], verbose=0)
+
+    fit(model, arguments, sharding=stage)
+    fit(model, arguments, sharding=stage)
+
+    after = [v.value for v in (*model.weights, *model.optimizer.variables)]
+    assert all(a is b for a, b in zip(after, values, strict=True))
+    assert model.train_function is function
+    changed = model.predict(arguments["x"], verbose=0)
+    np.testing.assert_allclose(
+        changed, model(arguments["x"]), rtol=1e-5, atol=1e-6
+    )
+    assert np.max(np.abs(changed - before)) > 0
+
+
+def test_an_error_leaves_shards_that_the_next_fit_takes_up():
+    model, arguments = cases.plain()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, arguments, callbacks=[_Raise()])
+    assert all(isinstance(v, ShardedVariable) for v in model.weights)
+    left = model.get_weights()
+    np.testing.assert_allclose(
+        model.predict(arguments["x"], verbose=0),
+        model(arguments["x"]),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+    kmem.wrap(model).fit(**arguments, verbose=0, epochs=0)
+
+    assert {type(v) for v in model.weights} == {keras.Variable}
+    for a, b in zip(model.get_weights(), left, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_callback_trains_in_shards():
+    model, arguments = cases.plain()
+    other, _ = cases.plain()
+    other.set_weights(model.get_weights())
+
+    model.fit(
+        **arguments,
+        callbacks=[kmem.callbacks.Sharding("full")],
+        shuffle=False,
+        verbose=0,
+    )
+    fit(other, arguments, sharding=None)
+
+    assert {type(v) for v in model.weights} == {keras.Variable}
+    assert relative_error(state(model), state(other)) < 1e-6
+
+
+def test_named_layers_are_gathered_as_one():
+    model, arguments = cases.plain()
+
+    fit(model, arguments, sharding=kmem.Sharding(units=(model.layers[0].name,)))
+
+
+def test_a_model_built_in_shards_stays_in_them():
+    strategy = kmem.ShardedStrategy()
+    with strategy.scope():
+        model, arguments = cases.plain()
+    fit(model, arguments)
+    assert all(isinstance(v, ShardedVariable) for v in model.weights)
+    fit(model, arguments)
+
+    with pytest.raises(ValueError, match="must be trained with `sharding`"):
+        fit(model, arguments, sharding=None)
+    with pytest.raises(ValueError, match="needs whole weights"):
+        fit(model, arguments, sharding="optimizer")
+
+
+def _compiled(**arguments):
+    return lambda: cases.dense(**arguments)
+
+
+def _updated_by(name):
+    return lambda: cases.dense(optimizer=getattr(keras.optimizers, name)())
+
+
+def _unbuilt():
+    model = keras.Sequential([keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def _constrained():
+    return cases.constraints()[0]
+
+
+def _replicated():
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        return cases.dense()
+
+
+@pytest.mark.parametrize(
+    "make, options, message",
+    [
+        (_updated_by("Adafactor"), {}, "optimizer=Adafactor"),
+        (_updated_by("Lamb"), {}, "optimizer=Lamb"),
+        (_updated_by("Muon"), {}, "optimizer=Muon"),
+        (_compiled(jit_compile=True), {}, "jit_compile=True"),
+        (_constrained, {}, "which `NonNeg` does"),
+        (_unbuilt, {}, "a model that is built"),
+        (_replicated, {}, "MirroredStrategy"),
+        (_compiled(), {"dtr": True}, "cannot be used with `dtr`"),
+        (
+            _compiled(),
+            {"sharding": kmem.Sharding(units=("nobody",))},
+            "names of layers.*nobody",
+        ),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(make, options, message):
+    model = make()
+
+    with pytest.raises(ValueError, match=message):
+        fit(model, cases.regression(), **options)
+
+    assert not any(isinstance(v, ShardedVariable) for v in model.weights)
+
+
+def test_keras_distribution_is_refused():
+    distribution = keras.distribution.DataParallel(devices=["cpu:0"])
+    model, arguments = cases.plain()
+    keras.distribution.set_distribution(distribution)
+    try:
+        with pytest.raises(ValueError, match="`keras.distribution` exclude"):
+            fit(model, arguments)
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def test_frozen_weights_are_in_shards_too_and_do_not_change():
+    model, arguments = cases.plain()
+    model.layers[0].trainable = False
+    model.compile("sgd", "mse")
+    before = model.get_weights()
+    kinds = set()
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            kinds.update(type(v) for v in self.model.weights)
+
+    fit(model, arguments, callbacks=[Look()])
+
+    assert kinds == {ShardedVariable}
+    changes = [
+        np.max(np.abs(a - b))
+        for a, b in zip(model.get_weights(), before, strict=True)
+    ]
+    assert [change > 0 for change in changes] == [False, False, True, True]
+    model.layers[0].trainable = True
+    model.compile("sgd", "mse")
+    fit(model, arguments)
+    assert np.max(np.abs(model.get_weights()[0] - before[0])) > 0
