@@ -38,13 +38,15 @@ def test_sixteen_bits_round_the_mixed_product_as_they_round_a_gradient(
     assert 0 < error < tolerance
 
 
-def deep(width=32, depth=8, rows=2048, **options):
+def deep(width=32, depth=8, rows=2048, normalized=False, **options):
     """A program whose activations take most memory."""
+    normalize = [layers.BatchNormalization()] if normalized else []
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
             keras.Input((width,)),
             *(layers.Dense(width, "tanh", name=f"d{i}") for i in range(depth)),
+            *normalize,
             layers.Dense(1),
         ],
         name="model",
@@ -112,6 +114,15 @@ def test_float16_trains_with_scaled_losses():
     assert history["model_loss"][-1] < history["model_loss"][0]
     assert all(np.all(np.isfinite(v)) for v in program.variables)
     assert program.levels[0].model.compute_dtype == "float32"
+
+
+def test_all_options_train_together():
+    options = {"microbatches": 2, "mixed_precision": "bfloat16"}
+    _, expected = fitted(normalized=True, **options)
+    _, history = fitted(normalized=True, remat=SQRT, **options)
+
+    for key, values in history.items():
+        np.testing.assert_allclose(values, expected[key], 0.05)
 
 
 def test_what_models_give_may_be_mixed_whatever_they_compute_in():

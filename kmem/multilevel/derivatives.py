@@ -57,6 +57,11 @@ class Derivatives(abc.ABC):
         """Keras's variables that the loss assigns, such as random seeds."""
 
     @abc.abstractmethod
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """What is around the loss, and around its gradients as well: they
+        may run parts of it again."""
+
+    @abc.abstractmethod
     def loss_of(self, batch: Any) -> tf.Tensor:
         """The loss of a batch, or of a part of one."""
 
@@ -82,12 +87,16 @@ class Derivatives(abc.ABC):
         if self._entry is not None:
             self._rewind(self._entry)
         if self.num_parts == 1:
-            return replicas.mean(function(batch))
+            with self.computing():
+                found = function(batch)
+            return replicas.mean(found)
         parts = Parts(batch, self.num_parts)
 
         def weighted(part, rows, total):
             share = tf.cast(rows, tf.float64) / tf.cast(total, tf.float64)
-            return [t * tf.cast(share, t.dtype) for t in function(part)]
+            with self.computing():
+                found = function(part)
+            return [t * tf.cast(share, t.dtype) for t in found]
 
         outputs = None
         if not tf.executing_eagerly():

@@ -6,6 +6,7 @@ What this module does not do: order levels, or pass gradients between them.
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -209,7 +210,8 @@ class Level(Derivatives):
         calls: planned.Calls = []
 
         def trace(batch):
-            with looking, losses.noting_calls(self.models, calls):
+            noting = losses.noting_calls(self.models, calls)
+            with self.computing(), looking, noting:
                 self.loss_of(batch)
 
         # Not a part of a step that may be in the making.
@@ -227,11 +229,9 @@ class Level(Derivatives):
             self._planned = planned.context(calls, remat, self._mixed, compiled)
         return looking
 
-    def loss_of(self, batch: Any) -> tf.Tensor:
-        """The loss of a batch, computed in what the level wants."""
-        arguments = (batch,)
-        if isinstance(batch, tuple | list):
-            arguments = tuple(batch)
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """What the level wants its loss, and gradients of it, computed in."""
         with contextlib.ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(self._mixed(model))
@@ -240,7 +240,14 @@ class Level(Derivatives):
             if self.options.mixed_precision is not None:
                 # What models give to each other, and to the loss.
                 stack.enter_context(losses.giving_32_bits(self.models))
-            loss = losses.value(self.loss, arguments)
+            yield
+
+    def loss_of(self, batch: Any) -> tf.Tensor:
+        """The loss of a batch."""
+        arguments = (batch,)
+        if isinstance(batch, tuple | list):
+            arguments = tuple(batch)
+        loss = losses.value(self.loss, arguments)
         if loss.shape.rank != 0:
             raise ValueError(
                 "A level's loss must be a scalar, the mean over the batch's "
