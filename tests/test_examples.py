@@ -8,6 +8,11 @@ import sys
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
+# In small, where the defaults take hours.
+ARGUMENTS = {
+    "data_reweighting.py": "--data digits --blocks 1 1 0 0 --width 8 --batch 8 "
+    "--steps 2 --epochs 1 --microbatches 2".split()
+}
 # Those that take more than about 20 seconds.
 SLOW: set[str] = set()
 
@@ -26,7 +31,7 @@ def scripts() -> list:
 @pytest.mark.parametrize("path", scripts())
 def test_example_runs(path, tmp_path):
     finished = subprocess.run(
-        [sys.executable, path],
+        [sys.executable, path, *ARGUMENTS.get(path.name, [])],
         cwd=tmp_path,
         env=os.environ | {"MPLBACKEND": "Agg", "TF_CPP_MIN_LOG_LEVEL": "2"},
         stdin=subprocess.DEVNULL,

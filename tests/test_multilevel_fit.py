@@ -11,6 +11,7 @@ from multilevel_cases import Vector
 
 from kmem.multilevel import Level
 from kmem.multilevel import Program
+from kmem.multilevel import peaks
 
 
 def program(**options):
@@ -125,6 +126,17 @@ def test_the_summary_shows_levels_edges_and_peaks():
     assert lower.startswith("classifier") and "Identity()" in lower
     assert lower.endswith("reads reweight")
     assert upper.startswith("reweight") and upper.endswith("reads classifier")
+
+
+def test_an_estimate_takes_tensors_that_are_shown_together_one_by_one():
+    @tf.function(autograph=False)
+    def product(x):
+        return tf.multiply(*tf.identity_n([x + 1.0, x + 2.0]))
+
+    spec = tf.TensorSpec([100])
+
+    graph = product.get_concrete_function(spec).graph
+    assert peaks.temporary_bytes(graph) == 3 * 400
 
 
 def test_edges_may_be_left_out():
