@@ -16,6 +16,7 @@ from kmem import planner
 from kmem.monitor import MemoryMonitor as MemoryMonitor
 from kmem.requirements import check
 from kmem.session import Session
+from kmem.sharding.resuming import ShardedCheckpoint as ShardedCheckpoint
 
 
 class EndOfGroup(keras.callbacks.Callback):

@@ -1,4 +1,4 @@
-"""Processes that train one model together: starting them.
+"""Processes that train one model together: their start, and what they save.
 
 `launch` starts one process for each device of this machine, or joins those
 that a cluster has started, like torchrun and MegEngine's launcher. They find
@@ -21,6 +21,9 @@ from kmem.checks import positive_int
 from kmem.launching import attempts
 from kmem.launching import cluster
 from kmem.launching.attempts import RankFailed as RankFailed
+from kmem.sharding.checkpoint import load as load
+from kmem.sharding.checkpoint import save as save
+from kmem.sharding.together import save_weights as save_weights
 
 
 def launch(

@@ -15,6 +15,7 @@ The GPU's own reduce-scatter is written after TensorFlow's documentation, and
 was never run.
 """
 
+import faulthandler
 import functools
 import hashlib
 import json
@@ -220,8 +221,16 @@ def _join(cluster: dict, timeout: float) -> None:
         heartbeat_timeout_in_ms=_HEARTBEAT_SECONDS * 1000,
         cluster_register_timeout_in_ms=int(timeout * 1000),
     )
-    # The object alone is enough: it starts the server, and finds the others.
-    tf.distribute.MultiWorkerMirroredStrategy()
+    # TensorFlow itself would wait for the others for ever, in a call during
+    # which no other code of Python runs.
+    standard_error = 2
+    faulthandler.dump_traceback_later(timeout, exit=True, file=standard_error)
+    try:
+        # The object alone is enough: it starts the server, and finds the
+        # others.
+        tf.distribute.MultiWorkerMirroredStrategy()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _coded(tensor: tf.Tensor):

@@ -1,0 +1,126 @@
+"""Goes on with a training that has ended before its time.
+
+Like Keras's `BackupAndRestore`, for models in shards, and to the batch. What
+it does not do: bring back the order in which `fit` shuffles. A training that
+is to go on as if nothing had happened needs `shuffle=False`, or data whose
+order depends on the epoch alone.
+"""
+
+import pathlib
+from typing import Any
+
+import keras
+
+from kmem.checks import positive_int
+from kmem.sharding import checkpoint
+
+
+class ShardedCheckpoint(keras.callbacks.Callback):
+    """Saves the training, and goes on from what was saved.
+
+    When `fit` begins and the folder has a checkpoint, of any number of
+    processes, the model, the optimizer and the state of its random numbers
+    are loaded, and `fit` goes on with the epoch and batch that come next. So
+    a script that is started again, as by `kmem launch --restarts 3`, needs no
+    more than this callback. `History` has the epochs since then.
+
+    Args:
+        folder: Where to save. All processes must see it.
+        save_freq: `"epoch"`, or how many batches from one checkpoint to the
+            next. With kmem's `gradient_accumulation_steps`, a multiple of
+            these: what was accumulated is not saved.
+
+    Raises:
+        ValueError: If an argument is not of this form.
+
+    Example:
+
+    ```python
+    import keras
+
+    import kmem
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    x, y = keras.random.normal((64, 8)), keras.random.normal((64, 1))
+    kmem.wrap(model).fit(
+        x,
+        y,
+        epochs=2,
+        shuffle=False,
+        sharding="full",
+        callbacks=[kmem.callbacks.ShardedCheckpoint("checkpoint")],
+        verbose=0,
+    )
+    ```
+    """
+
+    def __init__(
+        self, folder: str | pathlib.Path, save_freq: str | int = "epoch"
+    ):
+        super().__init__()
+        self._folder = pathlib.Path(folder)
+        # `None`: at the end of each epoch.
+        self._every = None
+        if save_freq != "epoch":
+            self._every = positive_int(save_freq, "save_freq")
+        self._epoch = 0
+        # Batches: those to skip, the last one trained on, those not saved.
+        self._skipped = 0
+        self._last_batch = -1
+        self._unsaved = 0
+
+    def on_train_begin(self, logs=None):
+        self._skipped = self._unsaved = 0
+        if not checkpoint.exists(self._folder):
+            return
+        model: Any = self.model
+        position = checkpoint.load(model, self._folder)
+        self._skipped = position.get("batch", 0)
+        # Where `fit` begins; private in Keras, whose own `BackupAndRestore`
+        # sets it. tests/test_resuming.py fails if it moves.
+        model._initial_epoch = position.get("epoch", 0)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+        self._last_batch = self._skipped - 1
+        if self._skipped:
+            self._skip(self._skipped)
+            self._skipped = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._unsaved += max(batch - self._last_batch, 0)
+        self._last_batch = max(batch, self._last_batch)
+        if self._every is not None and self._unsaved >= self._every:
+            self._save(self._epoch, batch + 1)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self._every is None:
+            self._save(epoch + 1, 0)
+
+    def on_train_end(self, logs=None):
+        model: Any = self.model
+        model._initial_epoch = None
+
+    def _save(self, epoch: int, batch: int) -> None:
+        self._unsaved = 0
+        model: Any = self.model
+        position = {"epoch": epoch, "batch": batch}
+        checkpoint.save(model, self._folder, position)
+
+    def _skip(self, num_batches: int) -> None:
+        """Lets the epoch's first batches pass, which have been trained on."""
+        model: Any = self.model
+        train = model.train_function
+        left = num_batches
+
+        def skip(iterator):
+            nonlocal left
+            for _ in range(min(left, model.steps_per_execution)):
+                next(iterator)
+                left -= 1
+            if left == 0:
+                model.train_function = train
+            return {}
+
+        model.train_function = skip

@@ -1,0 +1,33 @@
+"""Processes that work together until something happens to one of them.
+
+A script for `kmem launch`; its argument says what happens to rank 1.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import tensorflow as tf
+
+import kmem  # noqa: F401  Before TensorFlow's first operation.
+from kmem.sharding.engine import engine
+
+FAULTS = {
+    "frozen": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "ends": lambda: sys.exit(0),
+}
+
+
+def main(fault):
+    if fault == "late" and '"index": 1' in os.environ["TF_CONFIG"]:
+        time.sleep(1000)
+    group = engine()
+    for step in range(5):
+        group.all_reduce(tf.ones([3]), "step")
+        if group.rank == 1 and step == 2:
+            FAULTS[fault]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,336 @@
+"""A checkpoint of any number of processes is loaded by any other.
+
+The processes are threads here, each with a model of its own.
+"""
+
+import concurrent.futures
+import json
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from kmem import distributed
+from kmem.accumulation import build_optimizer
+from kmem.sharding import checkpoint
+from kmem.sharding import together
+from kmem.sharding import variables
+from kmem.sharding.engine import Engine
+from kmem.sharding.variables import MirroredVariable
+from kmem.sharding.variables import ShardedVariable
+
+# Of the seeds of two processes.
+DISTANCE = 3_000_000_000
+
+
+class Threads(Engine):
+    """Collectives of threads, which meet in a list."""
+
+    def __init__(self, size, rank, barrier, sent):
+        super().__init__(size, rank)
+        self._barrier = barrier
+        self._sent = sent
+
+    def gather(self, tensor, name):
+        self._sent[self.rank] = (name, tf.convert_to_tensor(tensor))
+        self._barrier.wait(60)
+        names, tensors = zip(*self._sent, strict=True)
+        self._barrier.wait(60)
+        assert set(names) == {name}
+        return tf.stack(tensors)
+
+    def broadcast(self, tensor, name):
+        return self.gather(tensor, name)[0]
+
+
+def run(size, function, monkeypatch):
+    """Calls it with the rank, in threads that are processes to kmem."""
+    own = threading.local()
+    for module in (checkpoint, together):
+        monkeypatch.setattr(module, "engine", lambda: own.engine)
+    barrier, sent = threading.Barrier(size), [None] * size
+
+    def call(rank):
+        own.engine = Threads(size, rank, barrier, sent)
+        try:
+            return function(own.engine)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with concurrent.futures.ThreadPoolExecutor(size) as pool:
+        calls = [pool.submit(call, rank) for rank in range(size)]
+        concurrent.futures.wait(calls)
+    # The first cause, not that it was missed.
+    errors = [each.exception() for each in calls if each.exception()]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [each.result() for each in calls]
+
+
+def make_model(seed=0, units=5):
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.Dense(units, activation="tanh"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5, seed=seed),
+            layers.Dense(1, use_bias=False, dtype="bfloat16"),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.1 + seed), "mse", metrics=["mae"])
+    return model
+
+
+def trained(seed=0, units=5):
+    """Numbers as training might leave them."""
+    model = make_model(seed, units)
+    build_optimizer(model.optimizer, model.trainable_variables)
+    rng = np.random.default_rng(seed)
+    for _, variable in checkpoint._variables(model):
+        variable.assign(rng.integers(100, size=variable.shape))
+    return model
+
+
+def seeds(model):
+    return [v for v in model.variables if checkpoint._is_seed(v)]
+
+
+def shard(model, group, mirrored=False):
+    """As `fit(sharding=...)` does."""
+    slots = [v for v in model.optimizer.variables if len(v.shape)]
+    for number, variable in enumerate(model.trainable_variables + slots):
+        is_slot = number >= len(model.trainable_variables)
+        own = mirrored and not is_slot
+        variables.shard(variable, group, f"variable {number}", own)
+    for seed in seeds(model):
+        seed.assign([seed[0] + DISTANCE * group.rank, seed[1]])
+
+
+def unshard(model):
+    for variable in model.variables + model.optimizer.variables:
+        if isinstance(variable, ShardedVariable):
+            variables.restore(variable)
+
+
+def state(model):
+    """Its numbers, without its metrics."""
+    return [
+        np.asarray(variable.value)
+        for _, variable in checkpoint._variables(model)
+    ]
+
+
+def assert_equal(found, wanted, seeds_too=True):
+    assert len(found) == len(wanted)
+    for x, y in zip(found, wanted, strict=True):
+        if seeds_too or x.dtype != "int64" or x.shape != (2,):
+            np.testing.assert_array_equal(x, y)
+
+
+def save_in(size, folder, monkeypatch, mirrored=False, units=5):
+    """Saves one model from several processes; returns its numbers."""
+    models = [trained(units=units) for _ in range(size)]
+    wanted = state(models[0])
+
+    def save(group):
+        model = models[group.rank]
+        if size > 1:
+            shard(model, group, mirrored)
+        distributed.save(model, folder, {"epoch": 3})
+
+    run(size, save, monkeypatch)
+    return wanted
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("saved, loaded", [(1, 3), (3, 1), (2, 4), (4, 2)])
+def test_any_number_of_processes_loads_it(
+    saved, loaded, mirrored, tmp_path, monkeypatch
+):
+    wanted = save_in(saved, tmp_path, monkeypatch, mirrored)
+    models = [trained(seed=1) for _ in range(loaded)]
+
+    def load(group):
+        model = models[group.rank]
+        if loaded > 1:
+            shard(model, group, mirrored)
+        assert distributed.load(model, tmp_path) == {"epoch": 3}
+        for variable in model.trainable_variables:
+            expected = MirroredVariable if mirrored else ShardedVariable
+            assert loaded == 1 or type(variable) is expected
+        unshard(model)
+        return state(model), seeds(model)[0].numpy()
+
+    found = run(loaded, load, monkeypatch)
+    assert_equal(found[0][0], wanted)
+    seed = found[0][1]
+    for rank, (each, own_seed) in enumerate(found):
+        assert_equal(each, wanted, seeds_too=False)
+        assert own_seed[0] == seed[0] + DISTANCE * rank
+        assert own_seed[1] == seed[1]
+
+
+def test_each_process_writes_its_share(tmp_path, monkeypatch):
+    wanted = save_in(4, tmp_path, monkeypatch, units=500)
+    index = json.loads((tmp_path / "index.json").read_text())
+    sizes = [file["num_bytes"] for file in index["files"]]
+    assert sum(sizes) == sum(x.nbytes for x in wanted)
+    # The first has the statistics of normalization, too: 2 x 500 numbers.
+    assert sizes[0] - 4 * 1000 <= 1.01 * max(sizes[1:])
+    assert max(sizes[1:]) <= sum(sizes) / 4
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        ["index.json", *(file["name"] for file in index["files"])]
+    )
+
+
+def test_an_optimizer_is_built_for_what_is_loaded(tmp_path):
+    saved = trained()
+    distributed.save(saved, tmp_path)
+    model = make_model(seed=1)
+    distributed.load(model, tmp_path)
+    assert_equal(state(model), state(saved))
+
+
+def test_a_model_without_an_optimizer_loads_the_weights(tmp_path):
+    saved = trained()
+    distributed.save(saved, tmp_path)
+    model = keras.models.clone_model(saved)
+    distributed.load(model, tmp_path)
+    assert_equal(model.get_weights(), saved.get_weights())
+
+
+@pytest.mark.parametrize("harm", ["missing", "truncated", "altered"])
+def test_a_harmed_file_is_named_and_nothing_is_loaded(
+    harm, tmp_path, monkeypatch
+):
+    save_in(2, tmp_path, monkeypatch)
+    index = json.loads((tmp_path / "index.json").read_text())
+    path = tmp_path / index["files"][1]["name"]
+    contents = path.read_bytes()
+    if harm == "missing":
+        path.unlink()
+    elif harm == "truncated":
+        path.write_bytes(contents[:-1])
+    else:
+        path.write_bytes(contents[:-1] + bytes([contents[-1] ^ 1]))
+    models = [trained(seed=1) for _ in range(4)]
+    before = state(models[0])
+    errors = {}
+
+    def load(group):
+        model = models[group.rank]
+        shard(model, group)
+        try:
+            distributed.load(model, tmp_path)
+        except (ValueError, RuntimeError) as error:
+            errors[group.rank] = error
+        unshard(model)
+        return state(model)
+
+    found = run(4, load, monkeypatch)
+    for each in found:
+        assert_equal(each, before, seeds_too=False)
+    assert errors.keys() == {0, 1, 2, 3}
+    for error in errors.values():
+        if isinstance(error, ValueError):
+            assert path.name in str(error)
+        else:
+            assert "an error in rank" in str(error)
+    assert any(isinstance(error, ValueError) for error in errors.values())
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    distributed.save(trained(), tmp_path)
+    with pytest.raises(ValueError, match=r"kernel is float32 of \[3, 6\]"):
+        distributed.load(make_model(units=6), tmp_path)
+    other = keras.Sequential([keras.Input((3,)), layers.Dense(5)])
+    with pytest.raises(ValueError, match="with 2 variables"):
+        distributed.load(other, tmp_path)
+
+
+def test_there_must_be_an_index(tmp_path):
+    model = make_model()
+    with pytest.raises(FileNotFoundError, match=r"index\.json"):
+        distributed.load(model, tmp_path)
+    (tmp_path / "index.json").write_text('{"format": 7}')
+    with pytest.raises(ValueError, match=r"index\.json \(format=7\)"):
+        distributed.load(model, tmp_path)
+
+
+def test_the_last_complete_checkpoint_stays(tmp_path, monkeypatch):
+    first = trained()
+    distributed.save(first, tmp_path)
+    before = sorted(tmp_path.iterdir())
+
+    def no_space(path, text):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.files, "replace", no_space)
+        with pytest.raises(OSError, match="no space"):
+            distributed.save(trained(seed=1), tmp_path)
+    model = make_model(seed=2)
+    distributed.load(model, tmp_path)
+    assert_equal(state(model), state(first))
+    distributed.save(model, tmp_path)
+    after = sorted(tmp_path.iterdir())
+    assert len(after) == len(before) == 2
+    assert after != before
+
+
+def test_an_error_in_one_process_is_one_in_all(tmp_path, monkeypatch):
+    models = [trained() for _ in range(3)]
+    errors = {}
+
+    def save(group):
+        folder = tmp_path if group.rank != 1 else tmp_path / "file"
+        if group.rank == 1:
+            folder.touch()
+        try:
+            distributed.save(models[group.rank], folder)
+        except (OSError, RuntimeError) as error:
+            errors[group.rank] = error
+
+    run(3, save, monkeypatch)
+    assert isinstance(errors[1], FileExistsError)
+    assert "write a checkpoint together" in str(errors[0])
+    assert "an error in rank 1" in str(errors[2])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_whole_weights_are_written_by_one_process(size, tmp_path, monkeypatch):
+    path = tmp_path / "model.weights.h5"
+    models = [trained() for _ in range(size)]
+    wanted = state(models[0])
+
+    def save(group):
+        shard(models[group.rank], group)
+        distributed.save_weights(models[group.rank], path)
+
+    run(size, save, monkeypatch)
+    assert list(tmp_path.iterdir()) == [path]
+    model = trained(seed=1)
+    model.load_weights(path)
+    assert_equal(state(model), wanted, seeds_too=False)
+
+
+def test_all_processes_learn_that_weights_cannot_be_written(
+    tmp_path, monkeypatch
+):
+    models = [trained() for _ in range(2)]
+
+    def save(group):
+        shard(models[group.rank], group)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            distributed.save_weights(models[group.rank], tmp_path / "a.h5")
+        return str(caught.value)
+
+    own, other = run(2, save, monkeypatch)
+    assert "must end in `.weights.h5`" in own
+    assert "an error in rank 0" in other

@@ -1,0 +1,32 @@
+"""What happens to one process ends all of them, and is told."""
+
+import faulty
+import pytest
+
+from kmem import cli
+
+pytestmark = pytest.mark.slow
+
+# Longer than the runtime's heartbeats need to find a process that is frozen.
+# Nothing but this limit finds one that does not take part.
+TIMEOUT_SECONDS = "20"
+
+
+@pytest.mark.parametrize(
+    "fault, expected",
+    [
+        ("frozen", ["rank 0 failed first: UnavailableError"]),
+        ("ends", ["rank 0 failed first: ", "without an error: 1\n"]),
+        ("late", ["rank 0 failed first: exit code 1"]),
+    ],
+)
+def test_one_process_with_a_fault_ends_all(
+    fault, expected, monkeypatch, capsys
+):
+    monkeypatch.setenv("KMEM_TIMEOUT_SECONDS", TIMEOUT_SECONDS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    command = ["launch", "--processes", "2", "--grace", "1"]
+    assert cli.main([*command, faulty.__file__, fault]) != 0
+    message = capsys.readouterr().err.rpartition("kmem launch: ")[2]
+    for part in expected:
+        assert part in message

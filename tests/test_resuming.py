@@ -1,0 +1,131 @@
+"""A training that goes on is the training that was not interrupted."""
+
+import keras
+import numpy as np
+import pytest
+import resumed
+
+from kmem import callbacks
+from kmem import cli
+
+
+def weights(model):
+    return [np.asarray(x) for x in model.get_weights()]
+
+
+def assert_near(found, wanted, tolerance):
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """The weights, and the losses of all epochs."""
+    model = resumed.make_model()
+    x, y = resumed.data()
+    history = model.fit(
+        x, y, epochs=resumed.EPOCHS, batch_size=8, shuffle=False, verbose=0
+    )
+    return weights(model), history.history["loss"]
+
+
+class Interrupted(keras.callbacks.Callback):
+    def __init__(self, epoch, batch):
+        super().__init__()
+        self._place = (epoch, batch)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self._epoch, batch) == self._place:
+            raise KeyboardInterrupt
+
+
+def fit(folder, *others, save_freq="epoch", **options):
+    model = resumed.make_model()
+    x, y = resumed.data()
+    saved = callbacks.ShardedCheckpoint(folder, save_freq)
+    history = model.fit(
+        x,
+        y,
+        **{"epochs": resumed.EPOCHS, "batch_size": 8, **options},
+        shuffle=False,
+        callbacks=[saved, *others],
+        verbose=0,
+    )
+    return weights(model), history.history.get("loss", []), history.epoch
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}])
+def test_it_goes_on_with_the_next_epoch(tmp_path, uninterrupted, options):
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, Interrupted(1, 3), **options)
+    found, losses, epochs = fit(tmp_path, **options)
+    assert epochs == [1, 2]
+    np.testing.assert_allclose(losses, uninterrupted[1][1:], rtol=1e-6)
+    assert_near(found, uninterrupted[0], 1e-6)
+
+
+@pytest.mark.parametrize(
+    "save_freq, place", [(1, (0, 4)), (2, (1, 0)), (3, (2, 3))]
+)
+def test_it_goes_on_with_the_next_batch(
+    tmp_path, uninterrupted, save_freq, place
+):
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, Interrupted(*place), save_freq=save_freq)
+    found, losses, _ = fit(tmp_path, save_freq=save_freq)
+    assert_near(found, uninterrupted[0], 0)
+    assert losses[1:] == uninterrupted[1][resumed.EPOCHS - len(losses) + 1 :]
+
+
+def test_a_training_that_was_complete_has_nothing_to_do(
+    tmp_path, uninterrupted
+):
+    fit(tmp_path)
+    found, _, epochs = fit(tmp_path)
+    assert epochs == []
+    assert_near(found, uninterrupted[0], 0)
+    assert fit(tmp_path, epochs=resumed.EPOCHS + 1)[2] == [resumed.EPOCHS]
+
+
+def test_the_next_fit_begins_where_it_says(tmp_path):
+    model = resumed.make_model()
+    x, y = resumed.data()
+    saved = callbacks.ShardedCheckpoint(tmp_path)
+    model.fit(x, y, callbacks=[saved], verbose=0)
+    model.fit(x, y, epochs=2, callbacks=[saved], verbose=0)
+    assert model.fit(x, y, epochs=2, verbose=0).epoch == [0, 1]
+
+
+@pytest.mark.parametrize("save_freq", [0, "batch"])
+def test_how_often_it_saves_must_be_known(save_freq, tmp_path):
+    with pytest.raises(ValueError, match="`save_freq` must be"):
+        callbacks.ShardedCheckpoint(tmp_path, save_freq)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "size, options",
+    [
+        (1, ["--stage", "full"]),
+        (2, ["--stage", "optimizer", "--save-freq", "2"]),
+        (3, ["--stage", "full"]),
+        (4, ["--stage", "gradients", "--save-freq", "3"]),
+    ],
+)
+def test_it_goes_on_after_a_process_was_killed(
+    size, options, tmp_path, uninterrupted, monkeypatch, capsys
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    command = ["launch", "--processes", str(size), "--restarts", "1"]
+    script = [resumed.__file__, str(tmp_path), *options]
+    assert cli.main([*command, *script]) == 0
+    errors = capsys.readouterr().err
+    assert f"rank {size - 1} failed first: killed by SIGKILL" in errors
+    model = resumed.make_model()
+    # The file has the optimizer's variables, too.
+    model.optimizer.build(model.trainable_variables)
+    model.load_weights(tmp_path / "model.weights.h5")
+    assert_near(weights(model), uninterrupted[0], 1e-6)
