@@ -35,12 +35,15 @@ def errors(name, options):
 
     Args:
         name: The case.
-        options: Arguments of `fit`; `whole` is the reference's batch size.
+        options: Arguments of `fit`; `whole` is the reference's batch size,
+            and `both` are arguments of the reference's as well.
     """
     options = dict(options)
     batch_size = options.pop("whole", BATCH_SIZE)
-    want, history = whole(CASES[name], batch_size=batch_size)
-    options = {"batch_size": BATCH_SIZE} | options
+    both = options.pop("both", {})
+    reference, history = train(CASES[name], batch_size=batch_size, **both)
+    want = state(reference)
+    options = {"batch_size": BATCH_SIZE} | both | options
     model, logs = train(CASES[name], **options)
     return relative_error(state(model), want), log_error(logs, history)
 

@@ -33,6 +33,10 @@ def _runs():
             "several_outputs",
             {"sharding": "full", "microbatches": 3},
         ),
+        "validation": (
+            "plain",
+            {"sharding": "full", "both": {"validation_split": 0.3}},
+        ),
         "accumulation": ("several_outputs", groups | {"sharding": "full"}),
         "local accumulation": ("several_outputs", groups | local),
         "local microbatches": ("several_outputs", local | {"microbatches": 3}),

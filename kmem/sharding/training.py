@@ -1,8 +1,13 @@
 """A model's training in shards: begun, and ended again.
 
-While it lasts the model's weights and the optimizer's variables are shards.
+While it lasts the model's weights, frozen ones too, and the optimizer's
+variables are shards; scalars, and what layers assign themselves, stay whole.
 When it ends they are gathered, one after another, and every process has the
 whole model.
+
+Validation and prediction run in every process on all rows, a layer's weights
+at a time: any metric is exact then, and every process has every prediction.
+They take as long as in one process.
 """
 
 import contextlib
