@@ -3,6 +3,7 @@
 import collectives
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import kmem
 from kmem.sharding.engine import Engine
@@ -41,6 +42,12 @@ def test_all_are_given_what_the_first_process_has(results):
                 assert value == [1, 0]
 
 
+@pytest.fixture(autouse=True)
+def _no_engine_remains():
+    yield
+    engine.cache_clear()
+
+
 def test_a_process_alone_needs_no_others(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     engine.cache_clear()
@@ -64,6 +71,7 @@ def test_joining_late_is_refused(monkeypatch):
         ' "task": {"type": "worker", "index": 0}}',
     )
     engine.cache_clear()
+    tf.zeros([])
 
     with pytest.raises(RuntimeError, match="before TensorFlow's first"):
         engine()
