@@ -25,6 +25,7 @@ LOWER = {
     "ConjugateGradient": {
         "hypergradient": ConjugateGradient(2),
         "clipnorm": 1e-2,
+        "remat": "auto",
     },
 }
 NOISE = {"hypergradient": Identity(), "microbatches": 2}

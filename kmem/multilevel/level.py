@@ -215,7 +215,7 @@ class Level(Derivatives):
                 self.loss_of(batch)
 
         # Not a part of a step that may be in the making.
-        with tf.init_scope():
+        with tf.init_scope(), self.model.distribute_strategy.scope():
             losses.trace(trace, batch)
         if not self.variables:
             raise ValueError(

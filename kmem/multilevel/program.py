@@ -132,10 +132,10 @@ class Program(keras.Model):
             count = level.options.microbatches.count
             count *= strategy.num_replicas_in_sync
             first[level.name] = batches.part_of(first[level.name], count)
+        found = finding.find(self.levels, first, bool(self.jit_compile))
+        if self._wanted_edges != "infer":
+            found = finding.chosen(self.levels, found, self._wanted_edges)
         with strategy.scope():
-            found = finding.find(self.levels, first, bool(self.jit_compile))
-            if self._wanted_edges != "infer":
-                found = finding.chosen(self.levels, found, self._wanted_edges)
             self._optimizers = scaling.optimizers(self.levels, found)
         self._structure = Structure(self.levels, found, self._optimizers)
         self._parts = first
