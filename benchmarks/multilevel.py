@@ -172,10 +172,11 @@ def rows(method, settings, num_steps):
             while len(baseline.answers) <= num_steps:
                 if "error" in baseline.ask():
                     break
-            peak = baseline.answers[-1].get("peak_bytes")
-            yield row(method, BASELINE, baseline.answers, None, peak, folder)
-            if peak is None:
+            if "error" in baseline.answers[-1]:
+                yield row(method, BASELINE, baseline.answers, None, 0, folder)
                 return
+            peak = max(a["peak_bytes"] for a in baseline.answers[1:])
+            yield row(method, BASELINE, baseline.answers, None, peak, folder)
             for way in (SINGLE, *ROWS):
                 with Process(train, method, way, *arguments) as process:
                     # The first step is tracing, for the most part.
