@@ -288,7 +288,8 @@ def _own_numbers(variable) -> np.ndarray:
 def _assign(variable, numbers: np.ndarray, group: Engine) -> None:
     if type(variable) is ShardedVariable:
         target = variable.shard.variable
-        numbers = np.pad(numbers, (0, target.shape[0] - len(numbers)))
+        length = variable.shard.layout.length
+        numbers = np.pad(numbers, (0, length - len(numbers)))
     else:
         target = variable
         numbers = numbers.reshape(variable.shape)
