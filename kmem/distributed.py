@@ -77,7 +77,9 @@ def launch(
 
 
     def main():
-        model = build_and_compile()
+        strategy = kmem.ShardedStrategy()  # before TensorFlow's first operation
+        with strategy.scope():
+            model = build_and_compile()
         return model.fit(x, y, sharding="full").history
 
 
