@@ -5,7 +5,7 @@ import pytest
 
 from kmem import cli
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 # Longer than the runtime's heartbeats need to find a process that is frozen.
 # Nothing but this limit finds one that does not take part.

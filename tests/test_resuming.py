@@ -109,9 +109,9 @@ def test_how_often_it_saves_must_be_known(save_freq, tmp_path):
 @pytest.mark.parametrize(
     "size, options",
     [
-        (1, ["--stage", "full"]),
+        pytest.param(1, ["--stage", "full"], marks=pytest.mark.exhaustive),
         (2, ["--stage", "optimizer", "--save-freq", "2"]),
-        (3, ["--stage", "full"]),
+        pytest.param(3, ["--stage", "full"], marks=pytest.mark.exhaustive),
         (4, ["--stage", "gradients", "--save-freq", "3"]),
     ],
 )

@@ -179,7 +179,7 @@ def test_reading_a_shard_in_one_process_ends_with_an_error(monkeypatch):
         kmem.distributed.launch(sharded.read_alone, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_any_number_of_processes_trains_like_one(size):
     runs = {
