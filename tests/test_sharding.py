@@ -39,7 +39,6 @@ def _runs():
         ),
         "accumulation": ("several_outputs", groups | {"sharding": "full"}),
         "local accumulation": ("several_outputs", groups | local),
-        "local microbatches": ("several_outputs", local | {"microbatches": 3}),
     }
     return runs
 
