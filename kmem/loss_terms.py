@@ -103,6 +103,17 @@ class LossTerms:
         return loss * keras.ops.cast(scale, loss.dtype)
 
 
+class Means:
+    """Reduces as Keras does, and takes back its division by replicas."""
+
+    def reduced(self, values, sample_weight, mask, reduction, dtype):
+        loss: Any = _reduce(values, sample_weight, mask, reduction, dtype)
+        was_divided = reduction not in (None, "none", "sum")
+        if was_divided and len(values.shape) > 0:
+            loss = keras_loss.unscale_loss_for_distribution(loss)
+        return loss
+
+
 @contextlib.contextmanager
 def recording(terms: LossTerms, layers=()):
     """Lets `terms` see, and scale, every Keras loss of this thread.

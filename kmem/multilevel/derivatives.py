@@ -200,12 +200,7 @@ class Derivatives(abc.ABC):
                     loss = _scaled(loss, scale)
                 gradient = _dense(inner.gradient(loss, own), own)
                 self._hold_back(gradient)
-                product = tf.add_n(
-                    [
-                        tf.reduce_sum(g * d)
-                        for g, d in zip(gradient, direction, strict=True)
-                    ]
-                )
+                product = dot(gradient, direction)
             found = _dense(outer.gradient(product, sources), sources)
             self._hold_back(found)
             return found
@@ -295,6 +290,11 @@ class Derivatives(abc.ABC):
                 "`hypergradient=FiniteDifference()`, which needs none. "
                 f"Received: {error}"
             ) from error
+
+
+def dot(a: Tensors, b: Tensors) -> tf.Tensor:
+    """The inner product of two lists of tensors."""
+    return tf.add_n([tf.reduce_sum(x * y) for x, y in zip(a, b, strict=True)])
 
 
 def _dense(gradients: list, values: Tensors) -> Tensors:

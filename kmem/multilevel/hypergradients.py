@@ -25,8 +25,8 @@ from kmem.checks import is_real
 from kmem.checks import positive_int
 from kmem.checks import set_fields
 from kmem.multilevel import replicas
-
-Tensors = list[tf.Tensor]
+from kmem.multilevel.derivatives import Tensors
+from kmem.multilevel.derivatives import dot
 
 
 class Problem(Protocol):
@@ -227,19 +227,19 @@ class ConjugateGradient:
         self, vector: Tensors, level: Problem, batch: Any, wrt: list
     ) -> Tensors:
         """Takes a gradient through a level; see `Identity`."""
-        start = _dot(vector, vector)
+        start = dot(vector, vector)
         enough = start * self.tolerance**2
 
         def improve(solution, residual, direction, square):
             product = level.directional_gradient(
                 batch, direction, level.variables
             )
-            curvature = _dot(direction, product)
+            curvature = dot(direction, product)
             active = (square > enough) & (curvature > 0)
             step = _where(active, tf.math.divide_no_nan(square, curvature))
             solution = _add(solution, direction, step)
             residual = _add(residual, product, -step)
-            after = _dot(residual, residual)
+            after = dot(residual, residual)
             share = tf.math.divide_no_nan(after, square)
             turned = _add(residual, direction, share)
             # The same direction again is the end of all that follows, too.
@@ -360,10 +360,6 @@ def _repeated(count: int, body: Callable, state: tuple) -> tuple:
 
 def _in_graph(tensors: Tensors) -> Tensors:
     return [] if tf.executing_eagerly() else tensors
-
-
-def _dot(a: Tensors, b: Tensors) -> tf.Tensor:
-    return tf.add_n([tf.reduce_sum(x * y) for x, y in zip(a, b, strict=True)])
 
 
 def _add(a: Tensors, b: Tensors, factor: Any = 1) -> Tensors:

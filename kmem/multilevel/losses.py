@@ -13,27 +13,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.losses import loss as keras_loss
 
 from kmem import batches
 from kmem import capture
 from kmem import loss_terms
-
-
-class _Means:
-    """Reduces as Keras does, and takes back its division by replicas."""
-
-    def reduced(self, values, sample_weight, mask, reduction, dtype):
-        loss: Any = _reduce(values, sample_weight, mask, reduction, dtype)
-        was_divided = reduction not in (None, "none", "sum")
-        if was_divided and len(values.shape) > 0:
-            loss = keras_loss.unscale_loss_for_distribution(loss)
-        return loss
-
-
-# As loss_terms.py does: what Keras itself calls is hooked.
-_reduce = keras_loss.reduce_weighted_values
-_means: Any = _Means()
 
 
 @contextlib.contextmanager
@@ -49,16 +32,14 @@ def giving_32_bits(models: list) -> Iterator[None]:
 
         return cast
 
-    with contextlib.ExitStack() as stack:
-        for model in models:
-            change = capture.attribute(model, "call", casting(model))
-            stack.enter_context(change)
+    with _calls_replaced(models, casting):
         yield
 
 
 def value(loss: Callable, arguments: tuple) -> tf.Tensor:
     """What a loss is, in 32 bits at least."""
-    with loss_terms.recording(_means):
+    means: Any = loss_terms.Means()
+    with loss_terms.recording(means):
         return _in_32_bits(tf.convert_to_tensor(loss(*arguments)))
 
 
@@ -82,10 +63,7 @@ def noting_calls(models: list, calls: list[tuple]) -> Iterator[None]:
 
         return noted
 
-    with contextlib.ExitStack() as stack:
-        for model in models:
-            change = capture.attribute(model, "call", noting(model))
-            stack.enter_context(change)
+    with _calls_replaced(models, noting):
         yield
 
 
@@ -95,6 +73,16 @@ def trace(function: Callable, batch: Any) -> None:
         lambda t: t if isinstance(t, tf.TypeSpec) else _spec(t), batch
     )
     tf.function(function, autograph=False).get_concrete_function(specs)
+
+
+@contextlib.contextmanager
+def _calls_replaced(models: list, replacement: Callable) -> Iterator[None]:
+    """Within, each model's `call` is what `replacement` makes of the model."""
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            change = capture.attribute(model, "call", replacement(model))
+            stack.enter_context(change)
+        yield
 
 
 def _in_32_bits(tensor):
