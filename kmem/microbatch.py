@@ -12,9 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem import backward
 from kmem import capture
-from kmem import ordering
-from kmem import xla
 from kmem.loss_terms import ROWS
 from kmem.loss_terms import SUM
 from kmem.loss_terms import LossTerms
@@ -22,7 +21,6 @@ from kmem.loss_terms import recording
 from kmem.parts import Parts
 from kmem.processes import Alone
 from kmem.processes import Slice
-from kmem.remat import dependencies
 
 
 @dataclasses.dataclass
@@ -158,9 +156,8 @@ class GradientStep:
             self._processes.weighing(share, update),
         ):
             logs = self._train_step(data)
-        if self._ordered and not tf.executing_eagerly():
-            order = xla if dependencies.in_xla() else ordering
-            order.hold_back(update.gradients or [])
+        if self._ordered:
+            backward.hold_back(update.gradients or [])
         updates = [update, *updates]
         return _Part(updates, logs, results, share, split, self._processes)
 

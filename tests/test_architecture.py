@@ -25,6 +25,7 @@ LAYERS = (
         "launching",
     },
     {
+        "backward",
         "batches",
         "capture",
         "joining",

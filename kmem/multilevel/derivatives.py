@@ -16,8 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmem import ordering
-from kmem import xla
+from kmem import backward
 from kmem.multilevel import passes
 from kmem.multilevel import replicas
 from kmem.parts import Parts
@@ -274,10 +273,8 @@ class Derivatives(abc.ABC):
 
     def _hold_back(self, gradients: Tensors) -> None:
         """Orders the backward pass, where memory is to be saved."""
-        if tf.executing_eagerly() or not self._ordered:
-            return
-        order = xla if dependencies.in_xla() else ordering
-        order.hold_back(gradients)
+        if self._ordered:
+            backward.hold_back(gradients)
 
     @contextlib.contextmanager
     def _explained(self):

@@ -1,0 +1,22 @@
+"""Orders a backward pass that was just traced, for what will run it.
+
+A graph's executor and XLA go by different things: see `ordering` and `xla`.
+"""
+
+import tensorflow as tf
+
+from kmem import ordering
+from kmem import xla
+from kmem.remat import dependencies
+
+
+def hold_back(gradients: list) -> None:
+    """Keeps a backward pass from running ahead; nothing in eager mode.
+
+    Args:
+        gradients: Tensors, `IndexedSlices` or `None`, of one graph.
+    """
+    if tf.executing_eagerly():
+        return
+    order = xla if dependencies.in_xla() else ordering
+    order.hold_back(gradients)
