@@ -159,15 +159,18 @@ def _append(
                 op._add_control_input(each)
         for source in sources:
             last.pop(source, None)
-    return list(last)
+    return [op for op in last if not _is_joined_with_reader(op)] or before
+
+
+def _is_joined_with_reader(op: tf.Operation) -> bool:
+    """Whether TensorFlow joins it with what reads it unless others wait."""
+    readers = [reader for t in op.outputs for reader in t.consumers()]
+    return len(readers) == 1 and joining.are_joined(op, readers[0])
 
 
 def _is_joined(op: tf.Operation) -> bool:
     """Whether TensorFlow joins it with others unless it has to wait."""
-    if joining.is_of_convolution(op):
-        return True
-    readers = [reader for t in op.outputs for reader in t.consumers()]
-    if len(readers) == 1 and joining.are_joined(op, readers[0]):
+    if joining.is_of_convolution(op) or _is_joined_with_reader(op):
         return True
     return any(
         len(tensor.consumers()) == 1 and joining.are_joined(tensor.op, op)

@@ -245,3 +245,33 @@ def test_nothing_comes_between_the_gradients_of_a_convolution(regularizer):
 
     for got, expected in zip(held_back(), plain(), strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+def test_nothing_waits_for_a_product_that_is_joined_with_the_next_one():
+    """Such as those of gelu's gradient: they would be rounded one by one."""
+    waits_before = set()
+
+    def waits(graph):
+        return {
+            (op.name, source.type)
+            for op in graph.get_operations()
+            for source in op.control_inputs
+        }
+
+    def trace(x, *kernels):
+        with tf.GradientTape() as tape:
+            tape.watch(kernels)
+            skip = x = tf.nn.gelu(x @ kernels[0])
+            for kernel in kernels[1:]:
+                x = tf.nn.gelu(x @ kernel)
+            loss = tf.reduce_sum(tf.concat([skip, x], -1) ** 2)
+        gradients = tape.gradient(loss, kernels)
+        waits_before.update(waits(gradients[0].graph))
+        hold_back(gradients)
+        return gradients
+
+    gradients = in_graph(trace, (8, 3), *[(3, 3)] * 4)
+
+    made = waits(gradients[0].graph) - waits_before
+    assert made
+    assert "Mul" not in {source for _, source in made}
