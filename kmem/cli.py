@@ -6,7 +6,11 @@ imported by that command.
 
 import argparse
 import importlib
+import importlib.metadata
+import platform
 import sys
+
+from kmem.versions import __version__
 
 # Commands that live in a module of their own, which provides
 # `add_arguments(parser)` and `run(args) -> int`.
@@ -49,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except KeyboardInterrupt:
         return 130
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
+    except _expected() as error:
         print(f"kmem {args.command}: {error}", file=sys.stderr)
         return 1
 
@@ -59,6 +63,9 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         prog="kmem",
         description="Train Keras models in less memory.",
         epilog="Example: kmem info",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"kmem {__version__}"
     )
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND"
@@ -97,10 +104,19 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     return parser
 
 
+def _expected() -> tuple[type[Exception], ...]:
+    """Errors whose message is for the user; any other one is kmem's own."""
+    import tensorflow as tf
+
+    return ImportError, OSError, RuntimeError, ValueError, tf.errors.OpError
+
+
 def _build(args: argparse.Namespace) -> int:
     from kmem import native
 
     was_built = native.find_library() is not None
+    if args.force or not was_built:
+        print("compiling, for about a minute ...", file=sys.stderr, flush=True)
     path = native.build(force=args.force)
     print("already built:" if was_built and not args.force else "built:", path)
     return 0
@@ -113,14 +129,15 @@ def _info(args: argparse.Namespace) -> int:
 
     from kmem import cache
     from kmem import native
-    from kmem import versions
 
     rows = [
-        ("kmem", versions.__version__),
+        ("kmem", __version__),
         ("TensorFlow", tf.__version__),
         ("Keras", keras.__version__),
         ("NumPy", np.__version__),
-        ("Python", sys.version.split()[0]),
+        ("Python", platform.python_version()),
+        ("system", f"{platform.system()} {platform.machine()}"),
+        *((name, _version(name)) for name in ("matplotlib", "ortools")),
         ("devices", ", ".join(_devices())),
         ("compiler", " ".join(native.find_compiler() or ["none found"])),
         ("cache folder", cache.folder()),
@@ -130,6 +147,13 @@ def _info(args: argparse.Namespace) -> int:
     for name, value in rows:
         print(f"{name:<15} {value}")
     return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _devices() -> list[str]:
@@ -154,5 +178,5 @@ def _allocator() -> str:
     from kmem import native
 
     if not native.is_registered():
-        return "TensorFlow's own"
+        return "TensorFlow's own: kmem.memory cannot count on the CPU"
     return "kmem's: kmem.memory counts and limits the CPU's memory"

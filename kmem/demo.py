@@ -29,6 +29,7 @@ import tensorflow as tf
 
 import kmem.memory
 import kmem.trainer
+from kmem import arguments
 from kmem import native
 
 LIMIT_BYTES = 100_000_000
@@ -103,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Example: kmem demo --output memory.png"
     parser.add_argument(
         "--output",
-        type=pathlib.Path,
+        type=arguments.picture_file,
         default=pathlib.Path("memory.png"),
         metavar="PATH",
         help="where to draw the memory of the first steps "
@@ -114,12 +115,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the demonstration; 0 if everything went as it should."""
     _require("sklearn", "matplotlib")
-    # Now, rather than after all runs.
-    if not args.output.parent.is_dir():
-        raise ValueError(
-            "`--output` must be in a folder that exists. "
-            f"Received: {args.output}"
-        )
     # Before the first TensorFlow operation, and compiled first if need be.
     native.allocator()
     data = _digits()

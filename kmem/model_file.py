@@ -1,19 +1,24 @@
 """A model from a file, and what it trains on: for commands."""
 
 import argparse
-import pathlib
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kmem import arguments
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The file, and the number of rows of a batch."""
-    parser.add_argument("model", type=pathlib.Path, help="a .keras file")
+    parser.add_argument(
+        "model",
+        type=arguments.existing_file,
+        help="a .keras file, of layers of Keras's own",
+    )
     parser.add_argument(
         "--batch",
-        type=positive,
+        type=arguments.positive,
         required=True,
         metavar="ROWS",
         help="the number of rows of a batch",
@@ -24,27 +29,19 @@ def load(args: argparse.Namespace) -> tuple[keras.Model, Any]:
     """The model, and its batch as `tf.TensorSpec`s.
 
     Raises:
-        ValueError: If the batch's shape cannot be told.
+        ValueError: If the file is no model that Keras alone can load, or if
+            the batch's shape cannot be told.
     """
-    model: Any = keras.saving.load_model(args.model)
-    return model, _batch(model, args.batch)
-
-
-def positive(text: str) -> int:
-    """For `add_argument(type=...)`."""
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(
-            f"must be a positive integer. Received: {text}"
-        )
-    return int(text)
-
-
-def check_output(path: pathlib.Path | None) -> None:
-    """Checks a path that is written to, before the work is done."""
-    if path is not None and not path.parent.is_dir():
+    try:
+        model: Any = keras.saving.load_model(args.model)
+    except Exception as error:  # Whatever the file leads Keras to.
+        first_line = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"A path must be in a folder that exists. Received: {path}"
-        )
+            "A model's file must be one that `model.save` wrote and Keras can "
+            "load by itself; from Python, one with code of your own will do "
+            f"as well. Received: {args.model} ({first_line})"
+        ) from error
+    return model, _batch(model, args.batch)
 
 
 def _batch(model, rows: int):

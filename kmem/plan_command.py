@@ -3,6 +3,7 @@
 import argparse
 import pathlib
 
+from kmem import arguments
 from kmem import model_file
 from kmem.planner import plan
 
@@ -15,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_file.add_arguments(parser)
     parser.add_argument(
         "--budget",
+        type=_budget,
         default="auto",
         help='the peak of a step: "2GB", a share such as 0.5 of the '
         'unplanned peak, or "auto" (default)',
@@ -30,24 +32,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output",
-        type=pathlib.Path,
+        type=_plan_file,
         metavar="PATH",
-        help="where to save the plan, for fit(remat=PATH)",
+        help="where to save the plan, as .json, for fit(remat=PATH)",
     )
     parser.add_argument(
-        "--plot", type=pathlib.Path, metavar="PATH", help="where to draw it"
+        "--plot",
+        type=arguments.picture_file,
+        metavar="PATH",
+        help="where to draw it",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a plan; 0 if there is one."""
-    for path in (args.output, args.plot):
-        model_file.check_output(path)
     model, batch = model_file.load(args)
     made = plan(
         model,
         batch,
-        _budget(args.budget),
+        args.budget,
         solver=args.solver,
         costs=args.costs,
         verbose=1,
@@ -62,9 +65,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _budget(text: str) -> float | str:
-    """A share is a plain number; the rest is parsed as everywhere."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _budget(text: str) -> float | int | str:
+    return text if text == "auto" else arguments.share_or_size(text)
+
+
+def _plan_file(text: str) -> pathlib.Path:
+    """By this ending `fit` knows a plan."""
+    path = arguments.output_file(text)
+    if path.suffix != ".json":
+        raise argparse.ArgumentTypeError(f"must end in .json. Received: {text}")
+    return path

@@ -1,14 +1,13 @@
 """`kmem simulate`: what DTR would cost a recorded step in less memory."""
 
 import argparse
-import pathlib
 
+from kmem import arguments
 from kmem.dtr.program import read_program
 from kmem.dtr.simulator import HEURISTICS
 from kmem.dtr.simulator import BudgetFailed
 from kmem.dtr.simulator import simulate
 from kmem.units import format_size
-from kmem.units import parse_size
 
 _ROW = "{:<16} {:>8} {:>10} {:>11} {:>11} {:>10}"
 
@@ -16,10 +15,13 @@ _ROW = "{:<16} {:>8} {:>10} {:>11} {:>11} {:>10}"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Example: kmem simulate step.log.gz --budget 0.5 --best"
     parser.add_argument(
-        "trace", type=pathlib.Path, help="a recorded step: JSON lines, or .gz"
+        "trace",
+        type=arguments.existing_file,
+        help="a recorded step: JSON lines, or .gz",
     )
     parser.add_argument(
         "--budget",
+        type=arguments.share_or_size,
         default="0.5",
         help='the peak to keep: "2GB", or a share of the step\'s own peak '
         "(default: %(default)s)",
@@ -40,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
     """Prints what the budget costs; 0 if it can be kept."""
     program = read_program(args.trace)
     plain = simulate(program)
-    budget_bytes = _budget(args.budget, plain.peak_bytes)
+    budget_bytes = args.budget
+    if isinstance(budget_bytes, float):
+        budget_bytes = int(budget_bytes * plain.peak_bytes)
     print(
         f"{args.trace.name}: {program.num_operators} operators, "
         f"{program.seconds * 1e3:.1f} ms, peak {format_size(plain.peak_bytes)}"
@@ -83,17 +87,3 @@ def run(args: argparse.Namespace) -> int:
         best = min(costs, key=lambda name: costs[name], default="none")
         print(f"best: {best}")
     return 0 if costs else 1
-
-
-def _budget(text: str, peak_bytes: int) -> int:
-    """A share is a plain number; the rest is parsed as everywhere."""
-    try:
-        share = float(text)
-    except ValueError:
-        return parse_size(text, "--budget")
-    if not 0 < share <= 1:
-        raise ValueError(
-            "`--budget` must be a size, or a share above 0 and at most 1. "
-            f"Received: {text}"
-        )
-    return int(share * peak_bytes)

@@ -58,6 +58,7 @@ LAYERS = (
     },
     {
         "report",
+        "arguments",
         "demo",
         "model_file",
         "launch_command",
@@ -66,6 +67,7 @@ LAYERS = (
         "sweep_command",
         "cli",
         "__init__",
+        "__main__",
     },
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

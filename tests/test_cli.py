@@ -5,6 +5,7 @@ import sys
 import types
 
 import pytest
+import tensorflow as tf
 
 from kmem import cache
 from kmem import cli
@@ -48,7 +49,7 @@ def test_an_error_is_one_message_and_no_traceback(
     assert cli.main(["build"]) == 1
     output, errors = capsys.readouterr()
     assert output == ""
-    assert errors.startswith("kmem build: kmem needs a C++ compiler")
+    assert "kmem build: kmem needs a C++ compiler" in errors
     assert "Traceback" not in errors
 
 
@@ -57,19 +58,79 @@ def test_no_command_shows_the_help(capsys):
     assert "usage: kmem" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["nothing"], ["info", "--nothing"]])
+COMMANDS = ("info", "build", *cli._MODULES)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["nothing"], *([name, "--nothing"] for name in COMMANDS)],
+    ids=" ".join,
+)
 def test_bad_use_exits_with_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)
     assert caught.value.code == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert "usage: kmem" in errors
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["info", "--help"]])
+@pytest.mark.parametrize("argv", [[], *([name] for name in COMMANDS)])
 def test_help_has_an_example(argv, capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.main(argv)
+        cli.main([*argv, "--help"])
     assert caught.value.code == 0
-    assert "Example: kmem info" in capsys.readouterr().out
+    name = " ".join(["kmem", *argv])
+    assert f"Example: {name}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        ("plan {here}/no.keras --batch 8", "model: must be a file that exists"),
+        ("plan {file} --batch none", "--batch: must be a positive integer"),
+        ("plan {file}", "the following arguments are required: --batch"),
+        ("plan {file} --batch 8 --budget 2XB", "--budget: must be a size"),
+        ("plan {file} --batch 8 --budget 1.5", "--budget: must be a size"),
+        ("plan {file} --batch 8 --solver no", "--solver: invalid choice"),
+        ("plan {file} --batch 8 --output {here}/no/a.json", "in a folder that"),
+        ("plan {file} --batch 8 --output {here}/plan", "must end in .json"),
+        ("plan {file} --batch 8 --plot {here}/plan", "must end in one of"),
+        ("sweep {here} --batch 8", "model: must be a file that exists"),
+        ("sweep {file} --batch 8 --plot {here}", "must be a file in a folder"),
+        ("sweep {file} --batch 8 --thresholds 0", "--thresholds: must be a"),
+        ("simulate {here}/no.log", "trace: must be a file that exists"),
+        ("simulate {file} --heuristic no", "--heuristic: invalid choice"),
+        ("demo --output {here}/no/a.png", "must be a file in a folder that"),
+        ("launch {here}/no.py", "script: must be a Python file that exists"),
+        ("launch", "the following arguments are required: script"),
+    ],
+)
+def test_a_wrong_argument_is_named(command, message, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit) as caught:
+        cli.main(command.format(here=tmp_path, file=file).split())
+    assert caught.value.code == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.startswith(f"usage: kmem {command.split()[0]}")
+
+
+def test_an_error_of_tensorflow_is_one_message(monkeypatch, capsys):
+    def build(force):
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM")
+
+    monkeypatch.setattr(native, "build", build)
+    assert cli.main(["build"]) == 1
+    assert capsys.readouterr().err.endswith("kmem build: OOM\n")
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"kmem {versions.__version__}\n"
 
 
 def test_a_command_may_live_in_a_module_of_its_own(monkeypatch):

@@ -83,10 +83,12 @@ def test_what_is_missing_is_named(monkeypatch, capsys):
 
 def test_a_folder_that_does_not_exist_is_refused_at_once(tmp_path, capsys):
     path = tmp_path / "nowhere" / "memory.png"
-    assert cli.main(["demo", "--output", str(path)]) == 1
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["demo", "--output", str(path)])
+    assert caught.value.code == 2
     output, errors = capsys.readouterr()
     assert output == ""
-    assert "must be in a folder that exists" in errors
+    assert "must be a file in a folder that exists" in errors
 
 
 def test_the_help_has_an_example(capsys):

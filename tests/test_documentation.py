@@ -231,6 +231,12 @@ def test_readme_sets_up_with_two_commands():
     assert tuple(lines) == SET_UP
 
 
+def test_readme_leads_to_every_page():
+    links = LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    pages = {markdown_name(path) for path in markdown_files()}
+    assert pages - {"README.md"} <= set(links)
+
+
 def test_every_page_is_in_the_navigation():
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = set(re.findall(r"(\S+\.md)", text))
@@ -239,6 +245,35 @@ def test_every_page_is_in_the_navigation():
         for path in (ROOT / "docs").rglob("*.md")
     }
     assert listed == pages
+
+
+def quoted_messages() -> list[str]:
+    """The errors that the page on troubleshooting has, in text blocks."""
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    blocks = find_blocks(text)
+    return [b.code.strip() for b in blocks if b.language == "text"]
+
+
+def messages_of_kmem() -> str:
+    """The sources, with strings that are joined written as one."""
+    package = pathlib.Path(importlib.util.find_spec("kmem").origin).parent
+    paths = [*package.rglob("*.py"), *(ROOT / "custom_ops").rglob("*.cc")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    joined = re.sub(r"([\"'])\s*f?\1", "", text)
+    return joined.replace("\\\n", "")
+
+
+def test_troubleshooting_quotes_messages_that_exist():
+    sources = messages_of_kmem()
+    of_tensorflow = "OOM when allocating tensor with shape[...] and type float"
+    unknown = [
+        part
+        for message in quoted_messages()
+        if not message.startswith(of_tensorflow)
+        for part in map(str.strip, message.split("..."))
+        if part.strip("`'. ") and part not in sources
+    ]
+    assert unknown == []
 
 
 def page(*lines: str) -> str:

@@ -53,7 +53,9 @@ def test_a_budget_that_cannot_be_kept_fails(trace, capsys):
 
 @pytest.mark.parametrize("budget", ["0", "1.5", "much"])
 def test_a_budget_must_be_a_size_or_a_share(trace, budget, capsys):
-    assert cli.main(["simulate", trace, "--budget", budget]) == 1
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["simulate", trace, "--budget", budget])
+    assert caught.value.code == 2
     message = capsys.readouterr().err
-    assert message.startswith("kmem simulate: `--budget` must be a ")
-    assert budget in message
+    assert "argument --budget: must be a size such as 500MB" in message
+    assert message.endswith(f"Received: {budget}\n")

@@ -1,0 +1,7 @@
+"""`python -m kmem`: the `kmem` command, where that is not on the path."""
+
+import sys
+
+from kmem.cli import main
+
+sys.exit(main())
