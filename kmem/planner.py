@@ -11,6 +11,7 @@ from typing import Any
 from typing import Literal
 
 import keras
+import numpy as np
 
 from kmem import batches
 from kmem import memory
@@ -27,10 +28,21 @@ from kmem.options import Genetic
 from kmem.options import MemoryOptions
 from kmem.options import Remat
 from kmem.planning.choosing import Chooser
+from kmem.planning.network import Network
 from kmem.planning.plan import Plan
 from kmem.session import option_precision
+from kmem.sharding import agreeing
+from kmem.sharding.engine import Engine
 
 _MAX_LEARNED = 8
+# What no two processes measure alike of a `Stage`.
+_MEASURED = (
+    "residual_bytes",
+    "forward_workspace_bytes",
+    "backward_workspace_bytes",
+    "forward_seconds",
+    "backward_seconds",
+)
 
 _learned: dict[tuple, Learned] = {}
 
@@ -164,8 +176,8 @@ def make_plan(
     compiled = profiling.mode(model) == "xla"
     # The same plan has another peak in another of XLA's orders.
     in_order = compiled and xla.prefer_little_memory()
-    count = options.microbatches.count if options.microbatches else 1
-    part = batches.part_of(batch, count)
+    group = agreeing.processes(options)
+    part = _part(batch, options)
     # The same for all budgets.
     rest = dataclasses.replace(options, remat=None)
     with option_precision(model, options):
@@ -173,24 +185,25 @@ def make_plan(
         key = (
             *(matching.structure(recording), batches.to_json(batch), rest),
             *(options.remat.solver, costs, profiling.mode(model), in_order),
-            type(getattr(model, "optimizer", None)),
+            *(type(getattr(model, "optimizer", None)), group.size),
         )
     if model.compiled:
         # Its variables are in memory in every step.
         with model.distribute_strategy.scope():
             build_optimizer(model.optimizer, model.trainable_variables)
     gc.collect()
-    in_use = memory.current()
+    in_use = agreeing.highest(group, memory.current())
     asked = *key, options.remat.budget, reserved_bytes
     made = plan_cache.find(asked, in_use)
-    if made is not None:
+    if agreeing.is_same(group, made) and made is not None:
         return made
     learned = _learned.pop(key, None)
     if learned is None:
         measured = costs == "measured"
         with option_precision(model, options):
             profile = profiling.measure(recording, measured, verbose, compiled)
-        learned = Learned(Chooser(profile.network, options.remat.solver))
+        network = _measured_by_first(group, profile.network)
+        learned = Learned(Chooser(network, options.remat.solver))
     _learned[key] = learned
     while len(_learned) > _MAX_LEARNED:
         _learned.pop(next(iter(_learned)))
@@ -209,11 +222,34 @@ def _build(model: keras.Model, batch) -> None:
         model(batches.made_up(batches.part_of(x, batches.num_rows(x) or 1)))
 
 
+def _part(batch, options: MemoryOptions) -> Any:
+    """What of a batch a process computes at a time, at most."""
+    count = options.microbatches.count if options.microbatches else 1
+    own = batches.part_of(batch, agreeing.processes(options).size)
+    return batches.part_of(own, count)
+
+
+def _measured_by_first(group: Engine, network: Network) -> Network:
+    """A network with the measurements of process 0."""
+    own = [[getattr(s, name) for name in _MEASURED] for s in network.stages]
+    found = agreeing.of_first(group, np.array(own, "float64"))
+    stages = [
+        dataclasses.replace(
+            stage,
+            **{
+                name: type(getattr(stage, name))(number)
+                for name, number in zip(_MEASURED, numbers, strict=True)
+            },
+        )
+        for stage, numbers in zip(network.stages, found, strict=True)
+    ]
+    return dataclasses.replace(network, stages=tuple(stages))
+
+
 def _check_batch(made: Plan, options: MemoryOptions, batch) -> None:
     if batch is None:
         return
-    count = options.microbatches.count if options.microbatches else 1
-    part = batches.part_of(batch, count)
+    part = _part(batch, options)
     if batches.to_json(part) != made.batch:
         planned = batches.describe(batches.from_json(made.batch))
         raise ValueError(

@@ -13,6 +13,7 @@ from kmem import capture
 from kmem import memory
 from kmem.keras_graph import profiling
 from kmem.session import Session
+from kmem.sharding import agreeing
 
 # Those of a graph's operations that run side by side end in another order
 # each time, which makes peaks differ by an operation's result.
@@ -34,7 +35,8 @@ def rehearse(session: Session, batch) -> int | None:
         batch: A replica's batch, as `tf.TensorSpec`s.
 
     Returns:
-        The (first) device's peak in bytes, or `None` if it ran out of memory.
+        The (first) device's peak in bytes, of the processes that train
+        together the highest one; `None` if it ran out of memory.
     """
     model: Any = session.model
     session.build()
@@ -52,7 +54,8 @@ def rehearse(session: Session, batch) -> int | None:
                     model.train_function(iterator)
                 peaks.append(usage.peak_bytes)
             # What differs between a few steps differs more between many.
-            return 2 * max(peaks) - min(peaks)
+            peak = 2 * max(peaks) - min(peaks)
+            return agreeing.highest(agreeing.processes(session.options), peak)
         except tf.errors.ResourceExhaustedError:
             return None
         finally:

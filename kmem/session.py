@@ -69,7 +69,12 @@ class Session:
         self._plan = options.remat.plan if options.remat else None
         self._frame = planned_frame(model, options) if self._plan else None
         self._dtr = DeviceSession(options.dtr) if options.dtr else None
-        compiles = options.dtr is not None and options.dtr.compile is not None
+        # A layer that gathers its weights is not one operator.
+        compiles = (
+            options.dtr is not None
+            and options.dtr.compile is not None
+            and options.sharding is None
+        )
         self._blocks = Blocks(model) if compiles else None
         is_default = (
             getattr(model.train_step, "__func__", None)

@@ -185,8 +185,10 @@ def _fit(model, keras_fit, args, kwargs):
     signature = inspect.signature(keras_fit)
     options = split_options(kwargs, set(signature.parameters))
     _end_train_on_batch(model)
-    if options.sharding is None:
+    # Shards that an error has left: nobody could plan for them.
+    if options.sharding is None or options.remat is not None:
         training.make_whole(model)
+    if options.sharding is None:
         training.check_whole(model)
     if not options:
         return keras_fit(*args, **kwargs)

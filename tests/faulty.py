@@ -14,6 +14,9 @@ import kmem  # noqa: F401  Before TensorFlow's first operation.
 from kmem.sharding.engine import engine
 
 FAULTS = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "raises": lambda: 1 / 0,
+    "stalled": lambda: time.sleep(1000),
     "frozen": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "ends": lambda: sys.exit(0),
 }

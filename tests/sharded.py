@@ -8,7 +8,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
-from reference import log_error
 from reference import relative_error
 from reference import state
 from reference import train
@@ -24,28 +23,62 @@ WIDTH = 512
 DEPTH = 4
 
 
-def main(runs):
-    """The errors of each of `{key: (case, options of fit)}`."""
-    kmem.ShardedStrategy()
-    return {key: errors(*run) for key, run in runs.items()}
-
-
-def errors(name, options):
-    """The largest errors of the weights, and of the logs.
+def main(runs, known=()):
+    """Trains in shards, and what to compare with in one process.
 
     Args:
-        name: The case.
-        options: Arguments of `fit`; `whole` is the reference's batch size,
-            and `both` are arguments of the reference's as well.
+        runs: `{key: (case, options of fit)}`. Of the options `whole` is the
+            batch size to compare with, and `both` are arguments of that
+            training as well.
+        known: The keys of `plain_trainings` that need not be trained.
+
+    Returns:
+        The weights and logs of this process's share of plain trainings, and
+        of all in shards.
     """
-    options = dict(options)
-    batch_size = options.pop("whole", BATCH_SIZE)
-    both = options.pop("both", {})
-    reference, history = train(CASES[name], batch_size=batch_size, **both)
-    want = state(reference)
-    options = {"batch_size": BATCH_SIZE} | both | options
+    strategy = kmem.ShardedStrategy()
+    missing = {
+        key: training
+        for key, training in plain_trainings(runs).items()
+        if key not in known
+    }
+    share = list(missing.items())[strategy.rank :: strategy.num_processes]
+    plain = {key: trained(name, **options) for key, (name, options) in share}
+    return plain, {key: in_shards(*run) for key, run in runs.items()}
+
+
+def plain_trainings(runs):
+    """`{key: (case, options)}` of what there is to compare runs with."""
+    found = {}
+    for name, options in runs.values():
+        key = plain_key(name, options)
+        found[key] = name, dict(key[1:])
+    return found
+
+
+def plain_key(name, options):
+    """What tells the training apart that a run is compared with."""
+    options = {
+        "batch_size": options.get("whole", BATCH_SIZE),
+        **options.get("both", {}),
+    }
+    return name, *options.items()
+
+
+def in_shards(name, options):
+    options = {"batch_size": BATCH_SIZE} | options
+    options.pop("whole", None)
+    return trained(name, **options.pop("both", {}) | options)
+
+
+def trained(name, **options):
     model, logs = train(CASES[name], **options)
-    return relative_error(state(model), want), log_error(logs, history)
+    return state(model), logs
+
+
+def seen_and_trained(runs):
+    """`observe` and `main` in one process."""
+    return observe(), main(runs)
 
 
 def observe():
@@ -61,6 +94,8 @@ def observe():
         **{f"bytes {stage}": costs(stage) for stage in ("full", "gradients")},
         "bytes optimizer": costs("optimizer"),
         "bytes bfloat16": costs("full", "bfloat16"),
+        "bytes planned": costs("full", remat=kmem.Remat(solver="sqrt")),
+        "dtr": dtr(),
         "scope": built_in_shards(strategy),
     }
 
@@ -198,7 +233,7 @@ def _sent_bytes():
     return int(loopback.split(":")[1].split()[0])
 
 
-def costs(stage, dtype=None):
+def costs(stage, dtype=None, **options):
     """Bytes that a step has, needs at its peak, and sends (in three steps)."""
     x = np.ones((6, 4, WIDTH), "float32")
     data = tf.data.Dataset.from_tensor_slices((x, x))
@@ -207,8 +242,35 @@ def costs(stage, dtype=None):
     model.compile("adam", "mse")
     option = kmem.Sharding(stage, gather_dtype=dtype, reduce_dtype=dtype)
     callback = _Costs()
-    kmem.wrap(model).fit(data, sharding=option, callbacks=[callback], verbose=0)
+    kmem.wrap(model).fit(
+        data, sharding=option, callbacks=[callback], verbose=0, **options
+    )
     return callback.current - before, callback.peak - before, callback.sent
+
+
+def dtr():
+    """How far training that gives up tensors is from eager training, and how
+    many it has given up."""
+
+    def case():
+        model = keras.Sequential([keras.Input((64,))])
+        for _ in range(20):
+            model.add(layers.Dense(64, "tanh"))
+        model.compile("adam", "mse")
+        x = np.random.default_rng(0).normal(size=(2048, 64))
+        return model, {"x": x, "y": np.tanh(x)}
+
+    arguments = {"batch_size": 2048, "sharding": "gradients"}
+    with kmem.memory.track("CPU") as usage:
+        want, _ = train(case, mode="eager", **arguments)
+    above = usage.peak_bytes - usage.start_bytes
+    threshold = kmem.memory.current("CPU") + int(0.8 * above)
+    with kmem.memory.track("CPU") as usage:
+        option = kmem.DTR(threshold, evictee_minimum_size=0)
+        model, _ = train(case, dtr=option, **arguments)
+    assert usage.peak_bytes <= threshold
+    num_evictions = kmem.dtr.statistics().num_evictions
+    return relative_error(state(model), state(want)), num_evictions
 
 
 def built_in_shards(strategy):

@@ -248,6 +248,22 @@ def test_the_next_fit_begins_with_the_scale_that_was_reached():
     assert "scale" not in " ".join(v.path for v in model.optimizer.variables)
 
 
+def test_a_scale_that_was_saved_is_the_one_that_runs():
+    model = small_model(keras.optimizers.SGD())
+    assert precision.scale_of(model.optimizer) is None
+    option = MixedPrecision("float16", initial_scale=32.0)
+    wrapper = precision.loss_scaled(model, option)
+    wrapper.dynamic_scale.assign(4.0)
+    saved = precision.scale_of(model.optimizer)
+    wrapper.dynamic_scale.assign(1.0)
+
+    precision.set_scale(model.optimizer, saved)
+
+    assert wrapper.dynamic_scale.numpy() == 4.0
+    again = precision.loss_scaled(model, option)
+    assert again.dynamic_scale.numpy() == 4.0
+
+
 def test_what_a_fit_reached_does_not_keep_the_optimizer_alive():
     model = small_model(keras.optimizers.SGD())
     before = len(loss_scale._scales)

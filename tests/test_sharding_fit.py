@@ -160,7 +160,6 @@ def _replicated():
         (_constrained, {}, "which `NonNeg` does"),
         (_unbuilt, {}, "a model that is built"),
         (_replicated, {}, "MirroredStrategy"),
-        (_compiled(), {"dtr": True}, "cannot be used with `dtr`"),
         (
             _compiled(),
             {"sharding": kmem.Sharding(units=("nobody",))},

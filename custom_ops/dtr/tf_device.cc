@@ -139,12 +139,13 @@ KMEM_EXPORT bool kmem_dtr_register(void* context, char* message,
 // struct. nullptr: no such heuristic.
 KMEM_EXPORT void* kmem_dtr_new_session(void* context, const char* heuristic,
                                        const kmem::dtr::Options* options) {
-  kmem::dtr::PhysicalDevice* gpu =
-      kmem::dtr::TheGpu(static_cast<TFE_Context*>(context));
+  auto* in = static_cast<TFE_Context*>(context);
+  kmem::dtr::PhysicalDevice* device = kmem::dtr::TheGpu(in);
+  if (device == nullptr) device = kmem::dtr::TheCpu(in);
   auto made = kmem::dtr::MakeHeuristic(heuristic, options->seed);
   if (made == nullptr) return nullptr;
   return new SessionPtr(std::make_shared<kmem::dtr::Session>(
-      gpu != nullptr ? gpu : kmem::dtr::TheCpu(), std::move(made), *options));
+      device, std::move(made), *options));
 }
 
 KMEM_EXPORT void kmem_dtr_delete_session(void* session) {

@@ -11,10 +11,10 @@
 namespace kmem::dtr {
 namespace {
 
-constexpr char kPrefix[] = "/job:localhost/replica:0/task:0/device:";
-
 class Cpu : public PhysicalDevice {
  public:
+  explicit Cpu(std::string name) : name_(std::move(name)) {}
+
   const std::string& name() const override { return name_; }
 
   bool Begin(int64_t limit_bytes) override {
@@ -34,7 +34,7 @@ class Cpu : public PhysicalDevice {
   bool must_retry() const override { return false; }
 
  private:
-  const std::string name_ = std::string(kPrefix) + "CPU:0";
+  const std::string name_;
   int64_t limit_before_ = Budget::kNoLimit;
 };
 
@@ -78,17 +78,21 @@ class Gpu : public PhysicalDevice {
 
 }  // namespace
 
-// Never destroyed, like TensorFlow's own.
-PhysicalDevice* TheCpu() {
-  static PhysicalDevice* cpu = new Cpu;
+// Never destroyed, like TensorFlow's own. Their names have the process's job
+// and task in a cluster.
+PhysicalDevice* TheCpu(TFE_Context* context) {
+  static PhysicalDevice* cpu =
+      new Cpu(tensorflow::unwrap(context)->HostCPUName());
   return cpu;
 }
 
 PhysicalDevice* TheGpu(TFE_Context* context) {
   static PhysicalDevice* gpu = [&]() -> PhysicalDevice* {
-    const std::string name = std::string(kPrefix) + "GPU:0";
     for (auto* device : tensorflow::unwrap(context)->ListLocalTfDevices()) {
-      if (device->name() == name) return new Gpu(name, device);
+      if (device->device_type() == "GPU" &&
+          device->parsed_name().id == 0) {
+        return new Gpu(device->name(), device);
+      }
     }
     return nullptr;
   }();

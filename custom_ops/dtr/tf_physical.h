@@ -34,7 +34,7 @@ class PhysicalDevice {
 };
 
 // The CPU, whose allocator is ours: its limit is exact.
-PhysicalDevice* TheCpu();
+PhysicalDevice* TheCpu(TFE_Context* context);
 
 // GPU:0, or nullptr if there is none. Its allocator is TensorFlow's: the limit
 // is kept between operators, and may be exceeded by the one that runs.

@@ -20,6 +20,10 @@ from kmem.options import MixedPrecision
 _scales: "weakref.WeakKeyDictionary[keras.optimizers.Optimizer, tuple]" = (
     weakref.WeakKeyDictionary()
 )
+# The wrapper of each that was made, or used, last.
+_latest: "weakref.WeakKeyDictionary[keras.Optimizer, weakref.ref]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def loss_scaled(model: keras.Model, option: MixedPrecision):
@@ -82,6 +86,7 @@ def recall_scale(optimizer) -> None:
     """
     if not isinstance(optimizer, _LossScaleOptimizer):
         return
+    _latest[optimizer.inner_optimizer] = weakref.ref(optimizer)
     known = _scales.get(optimizer.inner_optimizer, (None, 0.0, 0))
     initial_scale, scale, steps = known
     if initial_scale == optimizer.initial_scale:
@@ -103,6 +108,43 @@ def remember_scale(optimizer) -> None:
             float(optimizer.dynamic_scale.numpy()),
             int(optimizer.step_counter.numpy()),
         )
+
+
+def scale_of(inner: keras.optimizers.Optimizer | None) -> list | None:
+    """What to save of an optimizer's scale, in the middle of a fit or after.
+
+    Args:
+        inner: The model's optimizer, if it has one.
+
+    Returns:
+        What `set_scale` takes; `None` if it was never scaled.
+    """
+    if inner is None:
+        return None
+    wrapper = _wrapper(inner)
+    if wrapper is not None:
+        remember_scale(wrapper)
+    known = _scales.get(inner)
+    return None if known is None else list(known)
+
+
+def set_scale(inner: keras.optimizers.Optimizer, saved: list) -> None:
+    """Goes on with a scale that was saved.
+
+    Args:
+        inner: The model's optimizer.
+        saved: What `scale_of` returned.
+    """
+    initial_scale, scale, steps = saved
+    _scales[inner] = initial_scale, scale, steps
+    wrapper = _wrapper(inner)
+    if wrapper is not None:
+        recall_scale(wrapper)
+
+
+def _wrapper(inner) -> "_LossScaleOptimizer | None":
+    known = _latest.get(inner)
+    return None if known is None else known()
 
 
 class _LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):

@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmem import precision
 from kmem.accumulation import build_optimizer
 from kmem.sharding import files
 from kmem.sharding.engine import Engine
@@ -93,9 +94,11 @@ def save(
     checksums = _all_checksums(group, writer.checksums, sizes)
     with together(group, "write a checkpoint's index"):
         if group.rank == 0:
+            optimizer = getattr(model, "optimizer", None)
             index = {
                 "format": _FORMAT,
                 "position": position or {},
+                "loss_scale": precision.scale_of(optimizer),
                 "files": [
                     {"name": name, "num_bytes": size, "checksums": found}
                     for name, size, found in zip(
@@ -147,6 +150,9 @@ def load(model: keras.Model, folder: str | pathlib.Path) -> dict[str, int]:
     for variable, record in pairs:
         numbers = checkpoint.read(record, *_own_range(variable))
         _assign(variable, numbers, group)
+    optimizer = getattr(model, "optimizer", None)
+    if checkpoint.loss_scale is not None and optimizer is not None:
+        precision.set_scale(optimizer, checkpoint.loss_scale)
     return checkpoint.position
 
 
@@ -167,6 +173,7 @@ class _Checkpoint:
             if index["format"] != _FORMAT:
                 raise ValueError(f"format={index['format']}")
             self.position: dict[str, int] = index["position"]
+            self.loss_scale: list | None = index["loss_scale"]
             self._records = index["variables"]
             self._files = index["files"]
         except (KeyError, TypeError, ValueError) as error:
@@ -281,7 +288,7 @@ def _own_range(variable) -> tuple[int, int]:
 def _own_numbers(variable) -> np.ndarray:
     """What this process saves of a variable, and perhaps padding."""
     if isinstance(variable, ShardedVariable):
-        return variable.shard.variable.numpy()
+        return variable.numbers.numpy()
     return np.asarray(variable.value).reshape(-1)
 
 

@@ -83,17 +83,12 @@ def _check_setting(model, options: MemoryOptions) -> None:
             "other: make the model outside of a strategy's scope. Received: "
             f"{type(strategy).__name__}"
         )
-    size = engine().size
-    if size > 1 and options.remat is not None and not options.remat.plan:
+    stays = any(isinstance(v, ShardedVariable) for v in model.weights)
+    plans = options.remat is not None and not options.remat.plan
+    if plans and stays and engine().size > 1:
         raise ValueError(
-            "`remat` must be a `kmem.Plan`, or the path of one, if several "
-            "processes train together: what each of them measures would make "
-            "plans that differ. Make one with `kmem.plan` before. "
-            f"Received: remat={options.remat} in {size} processes"
-        )
-    if options.dtr is not None:
-        raise ValueError(
-            "`sharding` cannot be used with `dtr`, which sees no operations "
-            "of other processes: use `remat`. "
-            f"Received: dtr={options.dtr}"
+            "`remat` must be a `kmem.Plan`, or the path of one, for a model "
+            "that is in shards, which no process can measure by itself: make "
+            "one with `kmem.plan` of a model like it before. "
+            f"Received: remat={options.remat}"
         )

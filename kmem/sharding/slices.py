@@ -101,12 +101,16 @@ class Slices(Alone):
 
     def _cut(self, gradients, variables) -> list:
         """Of whole gradients the sums over all processes, cut."""
-        return [
+        pairs = list(zip(gradients, variables, strict=True))
+        # The last layer's first, as a backward pass makes them: a graph sends
+        # them in this order, and can then free them as they are made.
+        found = [
             self._scattered(gradient, variable)
             if gradient is not None and self._is_whole(variable)
             else gradient
-            for gradient, variable in zip(gradients, variables, strict=True)
+            for gradient, variable in reversed(pairs)
         ]
+        return found[::-1]
 
     @contextlib.contextmanager
     def sharing_state(self, model, batch):

@@ -77,7 +77,12 @@ class ShardedTraining:
             if not isinstance(variable, ShardedVariable):
                 name = f"weight {number}"
                 variables.shard(
-                    variable, self._engine, name, mirrored, self._home
+                    variable,
+                    self._engine,
+                    name,
+                    mirrored,
+                    self._home,
+                    self._travel,
                 )
             variable.shard.travel = self._travel
             variable.shard.local.trainable = variable.trainable
@@ -119,27 +124,28 @@ class ShardedTraining:
         """Within, the optimizer is given shards."""
         apply = self._optimizer.apply
 
-        def apply_and_publish(*args, **kwargs):
-            apply(*args, **kwargs)
-            self._publish()
+        def apply_to_shards(grads, *args, **kwargs):
+            grads = list(grads)
+            known = [g for g in grads if g is not None]
+            with self._updated(known):
+                apply(grads, *args, **kwargs)
 
         with (
             variables.as_shards(),
             updating.of_all(self._optimizer, self._engine),
-            attribute(self._optimizer, "apply", apply_and_publish),
+            attribute(self._optimizer, "apply", apply_to_shards),
             self._at_home(),
         ):
             yield
 
-    def _publish(self) -> None:
-        """Lets all processes have the whole weights that stay whole."""
+    def _updated(self, after=()):
+        """A context: weights that stay whole are made anew of shards."""
         mirrored = [
             variable
             for variable in self._model.trainable_variables
             if isinstance(variable, MirroredVariable)
         ]
-        if mirrored:
-            variables.publish(mirrored, "publish")
+        return variables.updated(mirrored, "publish", after)
 
     def _at_home(self):
         """A context: operations run where the shards are."""
@@ -151,9 +157,8 @@ class ShardedTraining:
         finalize = optimizer.finalize_variable_values
 
         def finalize_shards(weights):
-            with self.updating():
+            with self.updating(), self._updated():
                 finalize(weights)
-            self._publish()
 
         return attribute(optimizer, "finalize_variable_values", finalize_shards)
 

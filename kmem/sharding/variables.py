@@ -15,6 +15,8 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -169,6 +171,11 @@ class ShardedVariable(keras.Variable):
         return len(self._shape)
 
     @property
+    def numbers(self) -> tf.Tensor:
+        """The shard's numbers, a vector, whatever it is now."""
+        return tf.convert_to_tensor(self.shard.variable)
+
+    @property
     def value(self):
         # Not the value that a `StatelessScope` has: it has the shard's.
         return self._maybe_autocast(self._value)
@@ -194,8 +201,10 @@ class ShardedVariable(keras.Variable):
 
 
 class MirroredVariable(ShardedVariable):
-    """A variable that is whole in every process, and has a shard besides, for
-    the optimizer. After an update `publish` makes all of it new."""
+    """A variable that is whole in every process, and a shard in `updated`.
+
+    It has the shard all the time if the whole is rounded as it travels.
+    """
 
     def _read(self):
         return _whole(self)
@@ -210,8 +219,23 @@ class MirroredVariable(ShardedVariable):
     def handle(self):
         return (self.shard.variable if _shards.get() else _whole(self)).handle
 
+    @property
+    def numbers(self):
+        if self.is_rounded:
+            return super().numbers
+        whole = _whole(self)
+        # Less than all of it may go to the shard's home.
+        with tf.device(whole.device):
+            return self.shard.layout.cut(whole, self.shard.rank)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the shard has digits that the whole has not."""
+        return self.shard.travel.gather_dtype is not None
+
     def _direct_assign(self, value):
-        super()._direct_assign(value)
+        if _shards.get() or self.is_rounded:
+            super()._direct_assign(value)
         if not _shards.get():
             _whole(self).assign(value)
 
@@ -227,6 +251,7 @@ def shard(
     name: str,
     mirrored: bool = False,
     home: str | None = None,
+    travel: Travel | None = None,
 ) -> None:
     """Makes a Keras variable a sharded one, with the values of process 0.
 
@@ -234,8 +259,9 @@ def shard(
         variable: A `keras.Variable` that has a value.
         engine: The processes.
         name: What names it in all processes.
-        mirrored: Whether it also stays whole.
+        mirrored: Whether it stays whole.
         home: The device that holds the shard.
+        travel: The dtypes in which it travels.
     """
     whole = _whole(variable)
     value = engine.broadcast(tf.convert_to_tensor(whole), f"{name}/broadcast")
@@ -253,12 +279,15 @@ def shard(
         shards[home] = known
     else:
         known.write_full(value)
+    known.travel = travel or Travel()
     variable.shard = known
-    if mirrored:
-        whole.assign(value)
-    else:
-        _empty(whole)
     variable.__class__ = MirroredVariable if mirrored else ShardedVariable
+    if not mirrored:
+        _empty(whole)
+        return
+    whole.assign(value)
+    if not variable.is_rounded:
+        _empty(known.variable)
 
 
 def adopt(
@@ -298,9 +327,25 @@ def adopt(
     variable.__class__ = ShardedVariable
 
 
-def publish(variables: list, name: str) -> None:
-    """Makes mirrored variables whole of their shards, in all processes."""
-    shards = [variable.shard for variable in variables]
+@contextlib.contextmanager
+def updated(
+    mirrored: list, name: str, after: Sequence[tf.Tensor] = ()
+) -> Iterator[None]:
+    """Within, mirrored variables have shards; of them they are made anew.
+
+    Args:
+        mirrored: The variables, which all processes give in one order.
+        name: What names the call in all processes.
+        after: Tensors to wait for, in a graph.
+    """
+    for variable in mirrored:
+        if not variable.is_rounded:
+            with tf.control_dependencies(after):
+                _put(variable.shard.variable, variable.numbers)
+    yield
+    if not mirrored:
+        return
+    shards = [variable.shard for variable in mirrored]
     wholes = gathering.gather(
         shards[0].engine,
         [each.layout for each in shards],
@@ -308,15 +353,16 @@ def publish(variables: list, name: str) -> None:
         name,
         shards[0].travel,
     )
-    for variable, whole in zip(variables, wholes, strict=True):
+    for variable, whole in zip(mirrored, wholes, strict=True):
         _whole(variable).assign(whole)
+        if not variable.is_rounded:
+            _empty(variable.shard.variable)
 
 
 def restore(variable) -> None:
     """Makes a sharded variable a plain one; all processes have to."""
     whole = _whole(variable)
-    rounded = variable.shard.travel.gather_dtype is not None
-    if rounded or not isinstance(variable, MirroredVariable):
+    if not isinstance(variable, MirroredVariable) or variable.is_rounded:
         _put(whole, variable.shard.read_full())
     variable.__class__ = keras.Variable
     _empty(variable.shard.variable)
@@ -329,7 +375,9 @@ def _whole(variable) -> Any:
 
 def _empty(variable: tf.Variable) -> None:
     """Frees a variable's memory, whatever functions were traced with it."""
-    _put(variable, tf.zeros([0], variable.dtype))
+    nothing = tf.zeros([0], variable.dtype)
+    # A graph would see that it is no value for this variable.
+    _put(variable, tf.raw_ops.PlaceholderWithDefault(input=nothing, shape=None))
 
 
 def _put(variable: tf.Variable, value: tf.Tensor) -> None:
