@@ -93,8 +93,13 @@ class Updater:
     def _apply_batch(self, batch: BatchGradient) -> None:
         if self._strategy.num_replicas_in_sync == 1:
             (gradients,) = batch.gradients.values()
-            with ordering.updates_in_turn(self._optimizer, gradients):
-                self._optimizer.apply(gradients, batch.variables)
+            variables, first = batch.variables, gradients
+            if self._processes.update_early:
+                # The last layer's first, as a backward pass makes them.
+                gradients, variables = gradients[::-1], variables[::-1]
+                first = [g for g in gradients if g is not None][:1]
+            with ordering.updates_in_turn(self._optimizer, first):
+                self._optimizer.apply(gradients, variables)
             return
         sums = {g: _times_denominator(batch, g) for g in batch.gradients}
         self._apply_mean(sums, batch.denominators, batch.variables)
