@@ -16,9 +16,9 @@ import statistics
 import sys
 import time
 
-from remat import Process
-from remat import answer
-from remat import first_words
+from measured_steps import Process
+from measured_steps import answer
+from measured_steps import first_words
 from table import add_output
 from table import made_by
 from table import writer

@@ -15,11 +15,11 @@ import pathlib
 import statistics
 import sys
 import tempfile
-import time
 
-from remat import Process
-from remat import answer
-from remat import first_words
+from measured_steps import Process
+from measured_steps import answer
+from measured_steps import first_words
+from measured_steps import fit
 from table import add_output
 from table import made_by
 from table import writer
@@ -45,7 +45,6 @@ def train(method, way, settings, folder):
     import keras
     import numpy as np
 
-    import kmem
     from kmem import multilevel
 
     options = dict(ROWS.get(way, {}))
@@ -59,35 +58,14 @@ def train(method, way, settings, folder):
             levels, data = levels[:1], {"classifier": data["classifier"]}
         program = multilevel.Program(levels)
 
-    class Steps(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            self.tracked = kmem.memory.track("CPU")
-            self.usage = self.tracked.__enter__()
-            self.start = time.perf_counter()
+    def more(epoch, logs):
+        if epoch > 0:
+            return {}
+        if way != SINGLE:
+            np.save(file_of(folder, method, way), gradient())
+        return {"predicted_bytes": predicted_bytes(program)}
 
-        def on_train_batch_end(self, batch, logs=None):
-            self.seconds = time.perf_counter() - self.start
-            self.tracked.__exit__(None, None, None)
-
-        def on_epoch_end(self, epoch, logs=None):
-            found = {}
-            if epoch == 0:
-                found["predicted_bytes"] = predicted_bytes(program)
-            if epoch == 0 and way != SINGLE:
-                np.save(file_of(folder, method, way), gradient())
-            answer(
-                seconds=self.seconds, peak_bytes=self.usage.peak_bytes, **found
-            )
-            if not sys.stdin.readline():
-                self.model.stop_training = True
-
-    program.fit(
-        data,
-        steps_per_epoch=1,
-        epochs=10**9,
-        verbose=0,
-        callbacks=[Steps()],
-    )
+    fit(program, data, more)
 
 
 def scope_of(num_devices):

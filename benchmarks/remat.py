@@ -11,16 +11,14 @@ its step needs above that: activations, gradients and workspace.
 
 import argparse
 import contextlib
-import json
-import os
 import pathlib
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 
+from measured_steps import Process
+from measured_steps import answer
+from measured_steps import first_words
+from measured_steps import fit
 from table import add_output
 from table import made_by
 from table import writer
@@ -47,26 +45,6 @@ def train(name, mode, way, plan=None):
 
     import kmem
 
-    class Steps(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            self.tracked = kmem.memory.track("CPU")
-            self.usage = self.tracked.__enter__()
-            self.start = time.perf_counter()
-
-        def on_train_batch_end(self, batch, logs=None):
-            self.seconds = time.perf_counter() - self.start
-            self.tracked.__exit__(None, None, None)
-
-        def on_epoch_end(self, epoch, logs=None):
-            answer(
-                seconds=self.seconds,
-                held_bytes=self.usage.start_bytes,
-                peak_bytes=self.usage.peak_bytes,
-                loss=logs["loss"],
-            )
-            if not sys.stdin.readline():
-                self.model.stop_training = True
-
     is_scoped = way == SCOPE
     with keras.RematScope("full") if is_scoped else contextlib.nullcontext():
         model, x, y = compiled(name, mode)
@@ -76,14 +54,13 @@ def train(name, mode, way, plan=None):
     options = {"remat": plan} if plan else {}
     if options:
         model = kmem.wrap(model)
-    model.fit(
-        # Nothing of an input pipeline but the batch is in memory.
-        tf.data.Dataset.from_tensors((x, y)).repeat(),
-        steps_per_epoch=1,
-        epochs=10**9,
+    # Nothing of an input pipeline but the batch is in memory.
+    data = tf.data.Dataset.from_tensors((x, y)).repeat()
+    fit(
+        model,
+        data,
+        lambda epoch, logs: {"loss": logs["loss"]},
         shuffle=False,
-        verbose=0,
-        callbacks=[Steps()],
         **options,
     )
 
@@ -127,54 +104,6 @@ def compiled(name, mode):
         jit_compile=mode == "xla",
     )
     return model, x, y
-
-
-def answer(**result):
-    print(json.dumps(result), flush=True)
-
-
-def first_words(error):
-    """The first line of an error that tells something."""
-    lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
-    told = (x for x in lines if x and not x.startswith("Exception encoun"))
-    words = f"{type(error).__name__}: {next(told, '')}".replace("|", "/")
-    return words if len(words) <= 120 else words[:117] + "..."
-
-
-class Process:
-    """The script in a process of its own, which answers when it is asked.
-
-    It begins without being asked. Once it ends, the answer is an error.
-    """
-
-    def __init__(self, function, *arguments):
-        self.answers = []
-        self._process = subprocess.Popen(
-            [sys.executable, sys.argv[0], "--run"]
-            + [function.__name__, *arguments],
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        # Which it notices after the step that it may be in.
-        self._process.communicate()
-
-    def ask(self):
-        if self.answers:
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            status = self._process.wait()
-            line = json.dumps({"error": f"ended with status {status}"})
-        self.answers.append(json.loads(line))
-        return self.answers[-1]
 
 
 def rows(name, mode, num_steps):

@@ -9,19 +9,16 @@ predicted peak is one that was measured, where that was possible.
 
 import dataclasses
 import math
-
-import tensorflow as tf
+from collections.abc import Callable
+from typing import Any
+from typing import Literal
 
 from kmem import batches
-from kmem.keras_graph import profiling
-from kmem.options import Remat
 from kmem.planning.bounds import peak_lower_bound
 from kmem.planning.choosing import Chooser
 from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.plan import Plan
 from kmem.planning.solvers.flat import Point
-from kmem.rehearsal import rehearse
-from kmem.session import Session
 
 # How often a plan is corrected, and from what on that is worth it.
 _MAX_REHEARSALS = 6
@@ -51,33 +48,30 @@ class Corrector:
     """Plans one step, and corrects the plan by rehearsals.
 
     Args:
-        model: The model, its optimizer's variables made.
-        batch: What a replica gets in a step, as `tf.TensorSpec`s.
-        part: What one of its micro-batches is of that.
-        options: The options, with what `remat` asks for.
         learned: What is known of models of this structure; it is added to.
+        part: What one of its micro-batches is given, as `tf.TensorSpec`s.
+        mode: How the step runs.
         in_use: The bytes that are in memory before a step.
+        rehearse: Runs the step by a plan, and gives its peak in bytes, or
+            `None` if it ran out of memory. `None` leaves it at the drawing.
     """
 
     def __init__(
-        self, model, batch, part, options, learned: Learned, in_use: int
+        self,
+        learned: Learned,
+        part: Any,
+        mode: Literal["eager", "graph", "xla"],
+        in_use: int,
+        rehearse: Callable[[Plan], int | None] | None,
     ):
-        self._model = model
-        self._batch = batch
-        self._part = part
-        self._options = options
         self._learned = learned
         self._chooser = learned.chooser
-        strategy = model.distribute_strategy
-        # Several workers would have to agree on what to rehearse.
-        self._rehearses = model.compiled and (
-            strategy.num_replicas_in_sync == 1
-            or isinstance(strategy, tf.distribute.MirroredStrategy)
-        )
+        self._part = part
+        self._mode = mode
         # What else is in memory is part of the peak.
         self._in_use = in_use
-        in_xla = profiling.mode(model) == "xla"
-        self._margin = _MARGIN_IN_XLA if in_xla else _MARGIN
+        self._rehearse = rehearse
+        self._margin = _MARGIN_IN_XLA if mode == "xla" else _MARGIN
 
     def plan(self, budget: int | float | str, reserved: int) -> Plan:
         """Plans for a budget, of which so many bytes are not to be used.
@@ -168,12 +162,11 @@ class Corrector:
     def _measured(self, point: Point, budget, resident) -> Plan:
         """A plan, with the peak that it was seen to have if it can be run."""
         made = self._made(point, budget, resident)
-        if not self._rehearses:
+        if self._rehearse is None:
             return made
         extra = self._learned.rehearsed.get(point)
         if extra is None:
-            options = dataclasses.replace(self._options, remat=Remat(plan=made))
-            peak = rehearse(Session(self._model, options), self._batch)
+            peak = self._rehearse(made)
             if peak is None:
                 peak = made.predicted_peak_bytes
                 peak += int(_OUT_OF_MEMORY_STEP * point.peak_bytes)
@@ -183,13 +176,13 @@ class Corrector:
         return self._made(point, budget, self._in_use + extra)
 
     def _made(self, point: Point, budget, resident) -> Plan:
-        model, solver = self._model, self._options.remat.solver
+        solver = self._chooser.solver
         within = point.peak_bytes if budget is None else budget - resident
         return Plan(
             network=self._chooser.network,
             segments=point.segments,
             batch=batches.to_json(self._part),
-            mode=profiling.mode(model),
+            mode=self._mode,
             solver=solver if isinstance(solver, str) else "genetic",
             budget_bytes=budget,
             resident_bytes=resident,

@@ -113,23 +113,7 @@ class GradientStep:
             self._part = self._run(data, rows, batch_rows, totals, apart)
             return self._part.tensors()
 
-        outputs = None
-        if self._num_parts > 1 and not tf.executing_eagerly():
-            # Traced once, for all parts and before the loop needs its types.
-            run = tf.function(run, autograph=False).get_concrete_function(
-                parts.spec,
-                tf.TensorSpec([], tf.int32),
-                tf.TensorSpec([], tf.int32),
-                {group: tf.TensorSpec([], tf.float64) for group in totals},
-            )
-            # A loop over all parts: outside of one, threads run a part's
-            # gradients in an order that keeps them all. XLA has an order of
-            # its own, and needs the odd part outside for its fixed shapes.
-            if not self._model.jit_compile:
-                outputs = run.structured_outputs
-        return parts.sum(
-            lambda data, rows: run(data, rows, batch_rows, totals), outputs
-        )
+        return parts.sum_traced(run, batch_rows, totals)
 
     def _run(self, data, rows, batch_rows, totals, apart) -> "_Part":
         """Runs the step on one part, without its update."""

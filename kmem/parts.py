@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.remat import dependencies
+
 
 class Parts:
     """The parts of a batch.
@@ -88,6 +90,30 @@ class Parts:
             parallel_iterations=1,
         )
         return total
+
+    def sum_traced(self, function, *arguments) -> list[tf.Tensor]:
+        """`sum`, for which a graph traces the function once for all parts.
+
+        Args:
+            function: As in `sum`; takes `arguments` besides.
+            *arguments: Tensors, which may be nested.
+        """
+        outputs = None
+        if self._count > 1 and not tf.executing_eagerly():
+            # Before the loop, which needs its types.
+            number = tf.TensorSpec([], tf.int32)
+            specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
+            function = tf.function(
+                function, autograph=False
+            ).get_concrete_function(self.spec, number, *specs)
+            # A loop over all parts: outside of one, threads run a part's
+            # gradients in an order that keeps them all. XLA has an order of
+            # its own, and needs the odd part outside for its fixed shapes.
+            if not dependencies.in_xla():
+                outputs = function.structured_outputs
+        return self.sum(
+            lambda part, rows: function(part, rows, *arguments), outputs
+        )
 
     def _slice(self, start, size):
         return slice_rows(self._data, start, size)

@@ -6,12 +6,14 @@ rehearsed and corrected (correcting.py), or comes from an earlier time.
 
 import dataclasses
 import gc
+from collections.abc import Callable
 from collections.abc import MutableMapping
 from typing import Any
 from typing import Literal
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from kmem import batches
 from kmem import memory
@@ -30,6 +32,8 @@ from kmem.options import Remat
 from kmem.planning.choosing import Chooser
 from kmem.planning.network import Network
 from kmem.planning.plan import Plan
+from kmem.rehearsal import rehearse
+from kmem.session import Session
 from kmem.session import option_precision
 from kmem.sharding import agreeing
 from kmem.sharding.engine import Engine
@@ -207,10 +211,35 @@ def make_plan(
     _learned[key] = learned
     while len(_learned) > _MAX_LEARNED:
         _learned.pop(next(iter(_learned)))
-    corrector = Corrector(model, batch, part, options, learned, in_use)
+    corrector = Corrector(
+        learned,
+        part,
+        profiling.mode(model),
+        in_use,
+        _rehearsal(model, batch, options),
+    )
     made = corrector.plan(options.remat.budget, reserved_bytes)
     plan_cache.keep(asked, in_use, made)
     return made
+
+
+def _rehearsal(
+    model: keras.Model, batch, options: MemoryOptions
+) -> Callable[[Plan], int | None] | None:
+    """What runs the model's step by a plan, if that can be done."""
+    strategy = model.distribute_strategy
+    # Several workers would have to agree on what to rehearse.
+    alone = strategy.num_replicas_in_sync == 1 or isinstance(
+        strategy, tf.distribute.MirroredStrategy
+    )
+    if not (model.compiled and alone):
+        return None
+
+    def run(made: Plan) -> int | None:
+        planned = dataclasses.replace(options, remat=Remat(plan=made))
+        return rehearse(Session(model, planned), batch)
+
+    return run
 
 
 def _build(model: keras.Model, batch) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from kmem import batches
@@ -38,37 +39,55 @@ def rehearse(session: Session, batch) -> int | None:
         The (first) device's peak in bytes, of the processes that train
         together the highest one; `None` if it ran out of memory.
     """
-    model: Any = session.model
     session.build()
+    accumulates = session.options.gradient_accumulation_steps is not None
     with unchanged(session):
         session.install(test_step=False)
         try:
-            # As `fit` does: the graph of a step on a batch is another one.
-            iterator = _batches(model.distribute_strategy, batch)
-            # The first run traces, and may take memory that no other does.
-            model.train_function(iterator)
-            peaks = []
-            for _ in range(_num_steps(session)):
-                time.sleep(_PAUSE_SECONDS)
-                with memory.track() as usage:
-                    model.train_function(iterator)
-                peaks.append(usage.peak_bytes)
-            # What differs between a few steps differs more between many.
-            peak = 2 * max(peaks) - min(peaks)
+            peak = peak_bytes(session.model, batch, accumulates)
+            if peak is None:
+                return None
             return agreeing.highest(agreeing.processes(session.options), peak)
-        except tf.errors.ResourceExhaustedError:
-            return None
         finally:
             session.remove()
             gc.collect()
 
 
-def _num_steps(session: Session) -> int:
+def peak_bytes(
+    model: keras.Model, batch, accumulates: bool = False
+) -> int | None:
+    """Runs a model's steps on made-up numbers, and measures them.
+
+    Args:
+        model: The model, whose state the caller gives back.
+        batch: A replica's batch, as `tf.TensorSpec`s.
+        accumulates: Whether steps differ, as some of them make no update.
+
+    Returns:
+        The (first) device's peak, or `None` if it ran out of memory.
+    """
+    step: Any = model.train_function
+    # As `fit` does: the graph of a step on a batch is another one.
+    iterator = _batches(model.distribute_strategy, batch)
+    try:
+        # The first run traces, and may take memory that no other does.
+        step(iterator)
+        peaks = []
+        for _ in range(_num_steps(model, accumulates)):
+            time.sleep(_PAUSE_SECONDS)
+            with memory.track() as usage:
+                step(iterator)
+            peaks.append(usage.peak_bytes)
+    except tf.errors.ResourceExhaustedError:
+        return None
+    # What differs between a few steps differs more between many.
+    return 2 * max(peaks) - min(peaks)
+
+
+def _num_steps(model: keras.Model, accumulates: bool) -> int:
     """One, if XLA lays out the memory of a whole step when it compiles it."""
-    model, options = session.model, session.options
     is_whole = (
-        options.gradient_accumulation_steps is None
-        and model.distribute_strategy.num_replicas_in_sync == 1
+        not accumulates and model.distribute_strategy.num_replicas_in_sync == 1
     )
     return 1 if is_whole and profiling.mode(model) == "xla" else _NUM_STEPS
 

@@ -41,7 +41,7 @@ LAYERS = (
         "planning",
     },
     {"keras_graph", "dtr", "sharding"},
-    {"multilevel", "autotune"},
+    {"autotune"},
     {"monitor", "distributed"},
     {
         "requirements",
@@ -49,6 +49,7 @@ LAYERS = (
         "rehearsal",
         "trial",
         "correcting",
+        "multilevel",
         "pipeline",
         "plan_cache",
         "planner",

@@ -9,6 +9,7 @@ from keras import ops
 from multilevel_cases import Reweighting
 from multilevel_cases import Vector
 
+import kmem
 from kmem.multilevel import Level
 from kmem.multilevel import Program
 from kmem.multilevel import peaks
@@ -159,10 +160,32 @@ def level(name="level", loss=None, start=(1.0,), **options):
     return Level(model, loss or own, "sgd", **options)
 
 
-def fit(levels, data=None, **options):
+def fit(levels, data=None, validation=None, **options):
     ones = tf.data.Dataset.from_tensors(tf.ones([2], "float64"))
     made = Program(levels, **options)
-    made.fit(data or {each.name: ones for each in levels}, verbose=0)
+    made.fit(
+        data or {each.name: ones for each in levels},
+        validation_data=None if validation is None else ones,
+        validation_model=validation,
+        verbose=0,
+    )
+
+
+@pytest.mark.parametrize(
+    "sharding, compiled, message",
+    [
+        ("full", False, 'must be "gradients" or "optimizer"'),
+        (kmem.Sharding("gradients", reduce_dtype="bfloat16"), False, "whole"),
+        ("gradients", True, "and XLA cannot"),
+    ],
+)
+def test_what_cannot_be_in_shards_is_refused(sharding, compiled, message):
+    ones = tf.data.Dataset.from_tensors(tf.ones([2], "float64"))
+    made = Program([level("one")])
+    made.compile(jit_compile=compiled)
+
+    with pytest.raises(ValueError, match=message):
+        made.fit({"one": ones}, verbose=0, sharding=sharding)
 
 
 def frozen():
@@ -223,6 +246,10 @@ def keeping():
             "`summary` needs to know what the levels are given",
         ),
         (
+            lambda: fit([level("one")], validation=Vector([1.0], "plain")),
+            "`validation_model` must be a compiled model",
+        ),
+        (
             lambda: keeping().gradient(tf.ones([2], "float64")),
             "must not call a `tf.function`.*'kept/entries'",
         ),
@@ -233,6 +260,20 @@ def test_what_cannot_be_is_refused(run, message):
         run()
 
 
-def test_sharding_is_still_to_come():
-    with pytest.raises(NotImplementedError, match="`sharding` is not"):
-        Program([level("one")]).fit({}, sharding="full")
+def test_tensorboard_gets_the_losses_of_all_levels(tmp_path):
+    pytest.importorskip("tensorboard", reason="it writes the event files")
+    levels = [level("one"), level("other")]
+    ones = tf.data.Dataset.from_tensors(tf.ones([2], "float64"))
+    callback = keras.callbacks.TensorBoard(tmp_path, histogram_freq=1)
+
+    Program(levels).fit(
+        {"one": ones, "other": ones}, verbose=0, callbacks=[callback]
+    )
+
+    (path,) = tmp_path.glob("train/*")
+    tags = {
+        value.tag
+        for event in tf.compat.v1.train.summary_iterator(str(path))
+        for value in event.summary.value
+    }
+    assert {"epoch_one_loss", "epoch_other_loss"} <= tags

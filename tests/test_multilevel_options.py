@@ -101,12 +101,74 @@ def test_a_plan_may_be_given_or_not_be_possible():
     assert plan.segments
 
     fitted(epochs=1, remat=plan)
-    with pytest.raises(ValueError, match="a peak that some schedule keeps"):
-        fitted(remat=1)
     other = keras.Sequential([keras.Input((32,)), layers.Dense(3)])
     plan = kmem.plan(other, spec, costs="flops")
     with pytest.raises(ValueError, match="must be a plan for this model"):
         fitted(remat=plan)
+
+
+class _Peak(keras.callbacks.Callback):
+    """The most bytes of a step after the first."""
+
+    peak_bytes = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.tracked = kmem.memory.track("CPU")
+        self.usage = self.tracked.__enter__()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.tracked.__exit__(None, None, None)
+        if batch:
+            self.peak_bytes = max(self.peak_bytes, self.usage.peak_bytes)
+
+
+def step_bytes(program, data):
+    """The most that is in memory in a step of `fit`."""
+    callback = _Peak()
+    program.fit(
+        {level.name: data for level in program.levels},
+        steps_per_epoch=5,
+        verbose=0,
+        callbacks=[callback],
+    )
+    return callback.peak_bytes
+
+
+def test_a_budget_of_a_level_is_kept_by_rehearsal(native_library):
+    # Of operations that take their time, so that they end in one order.
+    program, data = deep(rows=2**13, depth=12)
+    program = Program(program.levels[:1])
+    needed = step_bytes(program, data) - kmem.memory.current("CPU")
+    budget = kmem.memory.current("CPU") + int(0.8 * needed)
+    program, data = deep(rows=2**13, depth=12, remat=budget)
+    program = Program(program.levels[:1])
+
+    assert step_bytes(program, data) <= budget
+
+
+def test_plans_are_made_anew_for_other_batches_and_another_compile():
+    program, data = deep(depth=2, remat="auto")
+
+    def plans(rows=2048):
+        x = tf.data.Dataset.from_tensors(tf.ones((rows, 32)))
+        program.prepare(dict.fromkeys(("model", "weigh"), x))
+        return [level.planned for level in program.levels]
+
+    first = plans()
+    assert plans() == first
+    program.compile(run_eagerly=True)
+    second = plans()
+    assert set(second).isdisjoint(first)
+    assert set(plans(rows=64)).isdisjoint(second)
+
+
+def test_a_budget_that_cannot_be_kept_names_the_level_and_the_smallest(
+    native_library,
+):
+    program, data = deep(depth=2, remat=1)
+
+    with pytest.raises(ValueError, match="the level 'model'.* [0-9]+ bytes"):
+        step_bytes(program, data)
 
 
 def test_float16_trains_with_scaled_losses():

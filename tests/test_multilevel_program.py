@@ -114,6 +114,51 @@ def test_every_mode_trains_alike(mode, steps):
         np.testing.assert_allclose(values, logs[key], 1e-6)
 
 
+def test_many_steps_of_a_level_train_alike_in_a_loop():
+    def case():
+        lower = {"gradient_accumulation_steps": 2}
+        return two_levels(unroll_steps=5, lower=lower, stopped=False)
+
+    weights, history = train("graph", 1, case=case(), steps_per_epoch=1)
+    expected, logs = train("eager", 1, case=case(), steps_per_epoch=1)
+
+    assert_close(weights, expected, 1e-10)
+    for key, values in history.items():
+        np.testing.assert_allclose(values, logs[key], 1e-6)
+
+
+def test_loops_within_loops_take_the_batches_in_turn():
+    def train_chain(mode):
+        chain = Chain(unroll_steps=4)
+        for level in chain.program.levels:
+            level.optimizer.learning_rate = 0.1
+        chain.program.compile(**MODES[mode])
+        rows = tf.data.Dataset.range(1, 17, output_type=tf.float64)
+        rows = rows.batch(1, drop_remainder=True)
+        data = dict.fromkeys(("first", "second", "top"), rows)
+        chain.program.fit(data, steps_per_epoch=1, verbose=0)
+        return [v.numpy() for v in chain.program.variables]
+
+    assert_close(train_chain("graph"), train_chain("eager"), 1e-12)
+
+
+def test_a_step_is_no_larger_for_more_steps_of_a_level():
+    def num_operations(unroll_steps):
+        case = two_levels(unroll_steps)
+        case.program.prepare(case.data)
+        stacked = tf.data.Dataset.zip(
+            {
+                "classifier": case.data["classifier"].batch(unroll_steps),
+                "reweight": case.data["reweight"],
+            }
+        )
+        step = tf.function(case.program.train_step, autograph=False)
+        graph = step.get_concrete_function(stacked.element_spec).graph
+        return len(graph.get_operations())
+
+    assert num_operations(50) == num_operations(5)
+
+
 @pytest.mark.parametrize(
     "hypergradient, options",
     [

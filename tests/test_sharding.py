@@ -97,6 +97,18 @@ def seen(both):
     return both[0]
 
 
+@pytest.mark.parametrize(
+    "dtype, tolerance", [("float64", 1e-12), ("float32", 1e-6)]
+)
+def test_programs_of_two_levels_train_like_in_one_process(
+    seen, dtype, tolerance
+):
+    for result in seen:
+        weights_error, logs_error = result["programs"][dtype]
+        assert weights_error < tolerance
+        assert logs_error < 1e-6
+
+
 def test_training_begins_with_what_process_0_has(seen):
     assert max(result["first weights"] for result in seen) < 1e-11
 

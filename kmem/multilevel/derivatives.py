@@ -19,8 +19,8 @@ import tensorflow as tf
 from kmem import backward
 from kmem.multilevel import passes
 from kmem.multilevel import replicas
+from kmem.multilevel.together import OneProcess
 from kmem.parts import Parts
-from kmem.remat import dependencies
 
 Tensors = list[tf.Tensor]
 
@@ -36,11 +36,13 @@ class Derivatives(abc.ABC):
 
     Attributes:
         num_parts: The parts in which a batch is computed.
+        processes: Those that compute a batch together.
     """
 
     def __init__(self, name: str, num_parts: int, ordered: bool):
         self.name = name
         self.num_parts = num_parts
+        self.processes = OneProcess()
         self._ordered = ordered or num_parts > 1
         # Replicas trace a step in threads of their own.
         self._local = threading.local()
@@ -85,11 +87,12 @@ class Derivatives(abc.ABC):
         """
         if self._entry is not None:
             self._rewind(self._entry)
-        if self.num_parts == 1:
+        if self.num_parts == 1 and not self.processes.split_batches:
             with self.computing():
                 found = function(batch)
             return replicas.mean(found)
-        parts = Parts(batch, self.num_parts)
+        own = self.processes.slice(batch)
+        parts = Parts(own.data, self.num_parts, own.fewest_rows)
 
         def weighted(part, rows, total):
             share = tf.cast(rows, tf.float64) / tf.cast(total, tf.float64)
@@ -97,20 +100,9 @@ class Derivatives(abc.ABC):
                 found = function(part)
             return [t * tf.cast(share, t.dtype) for t in found]
 
-        outputs = None
-        if not tf.executing_eagerly():
-            # Traced once, for all parts and before the loop needs its types.
-            number = tf.TensorSpec([], tf.int32)
-            weighted = tf.function(
-                weighted, autograph=False
-            ).get_concrete_function(parts.spec, number, number)
-            if not dependencies.in_xla():
-                outputs = weighted.structured_outputs
-        return replicas.mean(
-            parts.sum(
-                lambda part, rows: weighted(part, rows, parts.rows), outputs
-            )
-        )
+        with self.processes.passing(self.state, own):
+            sums = parts.sum_traced(weighted, own.rows)
+        return replicas.mean(self.processes.total(sums, own))
 
     def gradient(
         self,

@@ -11,6 +11,7 @@ derivatives; each level responds through its own loss.
 
 from collections.abc import Iterable
 from typing import Any
+from typing import Literal
 
 from kmem.multilevel.level import Level
 
@@ -20,19 +21,23 @@ Edges = frozenset[tuple[int, int]]
 Tree = dict[int, Any]
 
 
-def find(levels: list[Level], batches: dict[str, Any], compiled: bool) -> Edges:
+def find(
+    levels: list[Level],
+    batches: dict[str, Any],
+    mode: Literal["eager", "graph", "xla"],
+) -> Edges:
     """The edges between levels, from what their losses read.
 
     Args:
         levels: The levels, lowest first.
         batches: For each level's name the `tf.TensorSpec`s of what its loss
             is computed of at a time.
-        compiled: Whether XLA will compile the steps.
+        mode: How steps will run.
 
     Raises:
         ValueError: If two levels learn the same variable.
     """
-    looks = [level.look(batches[level.name], compiled) for level in levels]
+    looks = [level.look(batches[level.name], mode) for level in levels]
     owners: dict[int, Level] = {}
     for level in levels:
         for variable in level.variables:

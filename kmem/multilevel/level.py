@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
+from typing import Literal
 
 import keras
 import tensorflow as tf
@@ -150,7 +151,7 @@ class Level(Derivatives):
             Unrolled.check(self)
         # Those that its loss may call; the program knows them all.
         self.models = [model]
-        self._planned: Callable | None = None
+        self.planned: planned.Planned | None = None
         self._looked: passes.Looking | None = None
 
     @property
@@ -191,21 +192,24 @@ class Level(Derivatives):
         """Keras's variables that the loss assigns, such as random seeds."""
         return list(self._looked.assigned.values()) if self._looked else []
 
-    def look(self, batch: Any, compiled: bool = False) -> passes.Looking:
-        """Traces the loss, builds what it calls, and plans what it recomputes.
+    def look(
+        self, batch: Any, mode: Literal["eager", "graph", "xla"] = "graph"
+    ) -> passes.Looking:
+        """Traces the loss, builds what it calls, and draws what can be planned.
 
         Args:
             batch: A batch, or its `tf.TensorSpec`s; with `remat`, one of the
                 parts in which batches are computed.
-            compiled: Whether XLA will compile the steps.
+            mode: How steps will run.
 
         Returns:
             What the loss reads and assigns.
 
         Raises:
             ValueError: If the loss is no scalar, if the level has nothing to
-                learn, or if no plan fits in the budget.
+                learn, or if `remat` is a plan for another model.
         """
+        self.planned = None
         looking = passes.Looking()
         calls: planned.Calls = []
 
@@ -226,7 +230,9 @@ class Level(Derivatives):
         self._looked = looking
         remat = self.options.remat
         if remat is not None:
-            self._planned = planned.context(calls, remat, self._mixed, compiled)
+            self.planned = planned.Planned(
+                self.name, calls, remat, self._mixed, mode
+            )
         return looking
 
     @contextlib.contextmanager
@@ -235,8 +241,8 @@ class Level(Derivatives):
         with contextlib.ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(self._mixed(model))
-            if self._planned is not None:
-                stack.enter_context(self._planned())
+            if self.planned is not None:
+                stack.enter_context(self.planned.applied())
             if self.options.mixed_precision is not None:
                 # What models give to each other, and to the loss.
                 stack.enter_context(losses.giving_32_bits(self.models))

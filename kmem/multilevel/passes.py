@@ -76,8 +76,8 @@ def read(variables: list) -> list[tf.Tensor]:
 
 def assign(variable, value) -> None:
     """Assigns a Keras variable, whatever scope is open."""
-    own: Any = held(variable)
-    own.assign(tf.cast(value, own.dtype))
+    # Private in Keras: through it, every assignment.
+    variable._direct_assign(value)
 
 
 def _refuse_own_function(scope, entered, variable) -> None:

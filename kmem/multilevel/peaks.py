@@ -30,7 +30,8 @@ def temporary_bytes(graph: Any) -> int:
     ops = _needed(graph)
     last_reads: dict[Any, int] = {}
     for position, op in enumerate(ops):
-        for tensor in op.inputs:
+        # A mere copy is made as soon as it can be.
+        for tensor in op.inputs if op.type not in _SAME_MEMORY else ():
             last_reads[_memory(tensor)] = position
     for tensor in graph.outputs:
         last_reads[_memory(tensor)] = len(ops)

@@ -1,100 +1,188 @@
 """Plans what a level recomputes, and lets its model follow the plan.
 
-Of the models that a loss calls, the one that keeps most is planned, by the
-drawing of a single forward and backward pass of it. The recomputation is
-differentiable, so that second derivatives are of the same plan. What this
-module does not do: rehearse the level's step, as `fit` does for one model; a
-budget is kept by the drawing, and what the level needs besides comes on top.
+Of the models that a loss calls, the one that keeps most is planned. The
+drawing is that of a single forward and backward pass of it. A second
+derivative keeps several times as much, in about the same proportions: how
+much is measured with nothing recomputed, and the drawing is made larger by
+that. What this module does not do: run a level's passes, which whoever plans
+brings along (rehearsing.py).
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
+from typing import Literal
 
 import keras
 
 from kmem import memory
+from kmem.correcting import Corrector
+from kmem.correcting import Learned
 from kmem.keras_graph import applying
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
 from kmem.options import Remat
 from kmem.planning.choosing import Chooser
 from kmem.planning.errors import InfeasibleBudget
+from kmem.planning.network import Network
+from kmem.planning.network import Segment
 from kmem.planning.plan import Plan
-from kmem.planning.solvers.flat import Point
+from kmem.units import format_size
 
 Calls = list[tuple[keras.Model, Any]]
 Context = contextlib.AbstractContextManager[None]
 
 
-def context(
-    calls: Calls,
-    remat: Remat,
-    mixed: Callable[[keras.Model], Context],
-    compiled: bool,
-) -> Callable[[], Context]:
-    """The context in which a model follows its plan.
+class Planned:
+    """A level's plan: chosen when it is first followed, if not before.
 
     Args:
-        calls: The models that a loss calls, and what they are given, as
+        level_name: The level's name.
+        calls: The models that its loss calls, and what they are given, as
             `tf.TensorSpec`s.
         remat: What is asked for.
         mixed: The context in which a model computes as the level does.
-        compiled: Whether XLA compiles the step.
+        mode: How steps run.
 
     Raises:
-        ValueError: If no plan fits in the budget, or the plan is for none of
-            the models.
+        ValueError: If the plan that is asked for is for none of the models.
     """
-    recordings = []
-    for model, inputs in calls:
-        with mixed(model):
-            recordings.append(profiling.record_batch(model, (inputs,)))
-    if remat.plan is not None:
-        given = remat.plan
-        plan = given if isinstance(given, Plan) else Plan.load(given)
-        model, recording = _owner(plan, calls, recordings)
-        segments = plan.segments
-    else:
-        choosers = []
-        for (model, _), recording in zip(calls, recordings, strict=True):
+
+    def __init__(
+        self,
+        level_name: str,
+        calls: Calls,
+        remat: Remat,
+        mixed: Callable[[keras.Model], Context],
+        mode: Literal["eager", "graph", "xla"],
+    ):
+        self._level_name = level_name
+        self._remat = remat
+        self._mode: Literal["eager", "graph", "xla"] = mode
+        recordings = []
+        for model, inputs in calls:
             with mixed(model):
-                profile = profiling.measure(recording, True, compiled=compiled)
-            choosers.append(Chooser(profile.network, remat.solver))
-        peaks = [chooser.everything.peak_bytes for chooser in choosers]
-        largest = peaks.index(max(peaks))
-        model, _ = calls[largest]
-        recording = recordings[largest]
-        segments = _point(choosers[largest], remat).segments
+                recordings.append(profiling.record_batch(model, (inputs,)))
+        self._segments: tuple[Segment, ...] | None = None
+        if remat.plan is not None:
+            given = remat.plan
+            plan = given if isinstance(given, Plan) else Plan.load(given)
+            number = _owner(plan, recordings)
+            self._segments = plan.segments
+        else:
+            choosers = []
+            for (model, _), recording in zip(calls, recordings, strict=True):
+                with mixed(model):
+                    profile = profiling.measure(
+                        recording, measured=True, compiled=mode == "xla"
+                    )
+                choosers.append(Chooser(profile.network, remat.solver))
+            peaks = [chooser.everything.peak_bytes for chooser in choosers]
+            number = peaks.index(max(peaks))
+            self._chooser = choosers[number]
+        self._model, self._inputs = calls[number]
+        self._frame = recordings[number].frame
 
-    def applied():
-        return applying.applied(model, recording.frame, segments)
+    @property
+    def has_budget(self) -> bool:
+        """Whether it has to keep a budget, which takes rehearsals."""
+        return self._remat.plan is None and self._remat.budget != "auto"
 
-    return applied
+    def applied(self) -> Context:
+        """Within, the model follows the plan."""
+        if self._segments is None:
+            self.choose()
+        return applying.applied(self._model, self._frame, self._segments or ())
+
+    def choose(
+        self,
+        rehearse: Callable[[], int | None] | None = None,
+        reserved: int = 0,
+    ) -> None:
+        """Chooses what is recomputed, where that is not given.
+
+        Args:
+            rehearse: Runs what follows the plan, and gives the device's peak
+                in bytes, or `None` if that ran out of memory. Without it, the
+                drawing of a single forward and backward pass has to do.
+            reserved: Bytes of the budget that are not to be used.
+
+        Raises:
+            ValueError: If no plan keeps the budget.
+        """
+        in_use = memory.current()
+        learned, run = Learned(self._chooser), None
+        if rehearse is not None:
+
+            def follow(segments: tuple[Segment, ...]) -> int | None:
+                self._segments = segments
+                return rehearse()
+
+            def run_plan(plan: Plan) -> int | None:
+                return follow(plan.segments)
+
+            learned, run = self._as_measured(follow, in_use), run_plan
+        corrector = Corrector(learned, self._inputs, self._mode, in_use, run)
+        try:
+            plan = corrector.plan(self._remat.budget, reserved)
+        except InfeasibleBudget as error:
+            raise ValueError(
+                f"`remat` of the level '{self._level_name}' must be a budget "
+                "that its passes can keep, with everything else that is in "
+                "memory. The smallest that is known to be enough is "
+                f"{error.smallest_bytes} bytes "
+                f"({format_size(error.smallest_bytes)}); `microbatches` make "
+                f"it smaller. Received: remat={self._remat.budget!r}"
+            ) from error
+        self._segments = plan.segments
+
+    def _as_measured(self, follow: Callable, in_use: int) -> Learned:
+        """The drawing, as much larger as the passes are."""
+        chooser = self._chooser
+        for point in (chooser.everything, chooser.smallest):
+            peak_bytes = follow(point.segments)
+            if peak_bytes is not None:
+                factor = (peak_bytes - in_use) / point.peak_bytes
+                break
+        else:
+            return Learned(chooser)
+        network = _enlarged(chooser.network, factor)
+        learned = Learned(Chooser(network, chooser.solver))
+        if point is chooser.everything:
+            drawn = learned.chooser.everything
+            extra_bytes = peak_bytes - drawn.peak_bytes - in_use
+            learned.rehearsed[drawn] = extra_bytes
+        return learned
 
 
-def _point(chooser: Chooser, remat: Remat) -> Point:
-    budget = remat.budget
-    if budget == "auto":
-        return chooser.auto()
-    resident = memory.current()
-    unplanned = chooser.everything.peak_bytes + resident
-    if isinstance(budget, float):
-        budget = int(budget * unplanned)
-    try:
-        return chooser.within(int(budget) - resident)
-    except InfeasibleBudget as error:
-        smallest = chooser.smallest.peak_bytes + resident
-        raise InfeasibleBudget(int(budget), smallest, resident) from error
+def _enlarged(network: Network, factor: float) -> Network:
+    """The network, if all that it keeps and needs were larger."""
+    stages = [
+        dataclasses.replace(
+            stage,
+            **{
+                name: int(factor * getattr(stage, name))
+                for name in (
+                    *("residual_bytes", "gradient_bytes"),
+                    "forward_workspace_bytes",
+                    "backward_workspace_bytes",
+                )
+            },
+        )
+        for stage in network.stages
+    ]
+    sizes = tuple(int(factor * size) for size in network.value_bytes)
+    return dataclasses.replace(network, stages=tuple(stages), value_bytes=sizes)
 
 
-def _owner(plan: Plan, calls: Calls, recordings: list):
-    """The model that a plan is for."""
+def _owner(plan: Plan, recordings: list) -> int:
+    """Which of the recorded models a plan is for."""
     errors = []
-    for (model, _), recording in zip(calls, recordings, strict=True):
+    for number, recording in enumerate(recordings):
         try:
             matching.check(plan.network, recording)
-            return model, recording
+            return number
         except ValueError as error:
             errors.append(error)
     raise errors[0]

@@ -1,19 +1,26 @@
 """A multilevel program as a `keras.Model`: `fit` trains all of its levels."""
 
+import contextlib
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from kmem import batches
+from kmem.keras_graph import profiling
 from kmem.multilevel import edges as finding
 from kmem.multilevel import feeding
+from kmem.multilevel import rehearsing
 from kmem.multilevel import reporting
 from kmem.multilevel import scaling
+from kmem.multilevel import together
 from kmem.multilevel.level import Level
 from kmem.multilevel.rounds import Round
 from kmem.multilevel.rounds import Structure
+from kmem.options import MemoryOptions
+from kmem.options import Sharding
 
 
 class Program(keras.Model):
@@ -82,6 +89,7 @@ class Program(keras.Model):
         self._optimizers = [level.optimizer for level in levels]
         self._structure: Any = None
         self._parts: dict[str, Any] = {}
+        self._prepared_for: tuple | None = None
         self._validation_model: Any = None
         self.compile()
 
@@ -113,33 +121,45 @@ class Program(keras.Model):
         )
 
     def prepare(self, data: dict[str, Any]) -> None:
-        """Builds the levels, and finds out which one reads which.
+        """Builds the levels, finds out which one reads which, and plans them.
 
-        `fit` does so by itself.
+        `fit` does so by itself. Plans are made anew for other batches, and
+        for another `compile`.
 
         Args:
             data: For each level's name, its `tf.data.Dataset` or a batch.
 
         Raises:
-            ValueError: If a level cannot be trained; see `Level.look`.
+            ValueError: If a level cannot be trained, or has no plan within
+                its budget; see `Level.look`.
         """
-        if self._structure is not None:
+        replans = any(level.options.remat is not None for level in self.levels)
+        if self._structure is not None and not replans:
             return
+        rows = feeding.first_batches(data)
+        mode = profiling.mode(self)
+        prepared_for = mode, batches.to_json(rows)
+        if prepared_for == self._prepared_for:
+            return
+        self.train_function = None
         strategy = self.distribute_strategy
-        first = feeding.first_batches(data)
+        parts = {}
         for level in self.levels:
             level.models = [each.model for each in self.levels]
             count = level.options.microbatches.count
             count *= strategy.num_replicas_in_sync
-            first[level.name] = batches.part_of(first[level.name], count)
-        found = finding.find(self.levels, first, bool(self.jit_compile))
+            parts[level.name] = batches.part_of(rows[level.name], count)
+        found = finding.find(self.levels, parts, mode)
         if self._wanted_edges != "infer":
             found = finding.chosen(self.levels, found, self._wanted_edges)
-        with strategy.scope():
-            self._optimizers = scaling.optimizers(self.levels, found)
-        self._structure = Structure(self.levels, found, self._optimizers)
-        self._parts = first
+        if self._structure is None:
+            with strategy.scope():
+                self._optimizers = scaling.optimizers(self.levels, found)
+            self._structure = Structure(self.levels, found, self._optimizers)
+        self._parts = parts
         self.built = True
+        rehearsing.keep_budgets(self, self._structure, rows)
+        self._prepared_for = prepared_for
 
     def summary(
         self,
@@ -187,7 +207,8 @@ class Program(keras.Model):
             validation_data: What `validation_model` is evaluated on.
             validation_model: A compiled model; its logs get the prefix
                 `val_`.
-            sharding: Not available in this version of kmem.
+            sharding: As in `kmem.Model.fit`, for all levels, but not
+                `"full"`.
             **kwargs: As in `keras.Model.fit`: `epochs`, `callbacks`,
                 `verbose`, `initial_epoch`, `validation_freq` and so on.
 
@@ -198,39 +219,56 @@ class Program(keras.Model):
             ValueError: If the data are not the levels', or a level cannot be
                 trained. Nothing has been changed then.
         """
-        if sharding is not None:
-            raise NotImplementedError(
-                "`sharding` is not available in this version of kmem for a "
-                "`Program`: make it in the scope of a `tf.distribute` "
-                f"strategy. Received: sharding={sharding!r}"
-            )
-        feeding.check(x, [level.name for level in self.levels])
+        names = [level.name for level in self.levels]
+        feeding.check(x, names)
         self._set_validation_model(validation_data, validation_model)
+        option = MemoryOptions(sharding=sharding).sharding
+        if option is None and self._structure is not None:
+            together.make_whole(self.levels, self._optimizers)
         self.prepare(x)
-        counts = [level.name for level in self.levels]
-        counts = dict(zip(counts, self._structure.num_batches, strict=True))
+        structure: Any = self._structure
+        counts = dict(zip(names, structure.num_batches, strict=True))
         stream, steps = feeding.stream(
             x, counts, steps_per_epoch is not None, self.distribute_strategy
         )
         # The data sets shuffle, if they are told to.
         kwargs.setdefault("shuffle", False)
-        history = super().fit(
-            stream,
-            steps_per_epoch=steps_per_epoch or steps,
-            validation_data=validation_data,
-            **kwargs,
-        )
-        for level in self.levels:
-            level.optimizer.finalize_variable_values(level.variables)
+        with self._processes(option):
+            history = super().fit(
+                stream,
+                steps_per_epoch=steps_per_epoch or steps,
+                validation_data=validation_data,
+                **kwargs,
+            )
+            for level, optimizer in zip(
+                self.levels, self._optimizers, strict=True
+            ):
+                optimizer.finalize_variable_values(level.variables)
         return history
+
+    @contextlib.contextmanager
+    def _processes(self, option: Sharding | None) -> Iterator[None]:
+        """The context in which several processes train, if it is wanted."""
+        if option is None:
+            yield
+            return
+        together.check(self, self.levels, option)
+        # They are traced with variables as they are then.
+        functions = self.train_function, self.test_function
+        self.train_function = self.test_function = None
+        try:
+            with together.in_shards(self.levels, self._optimizers, option):
+                yield
+        finally:
+            self.train_function, self.test_function = functions
 
     def train_step(self, data: dict[str, Any]) -> dict[str, Any]:
         """One update of the top level, and those below as it asks for."""
-        round_ = Round(self._structure, data)
-        round_.update(len(self.levels) - 1)
-        for tracker, losses in zip(self._trackers, round_.losses, strict=True):
-            for loss in losses:
-                tracker.update_state(loss)
+
+        def note(number, loss):
+            self._trackers[number].update_state(loss)
+
+        Round(self._structure, data, note).update(len(self.levels) - 1)
         for level in self.levels:
             level.steps.clear()
         return {tracker.name: tracker.result() for tracker in self._trackers}

@@ -8,6 +8,7 @@ levels below, which have just been updated.
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -23,6 +24,9 @@ from kmem.multilevel.edges import parents
 from kmem.multilevel.edges import paths
 from kmem.multilevel.level import Level
 from kmem.multilevel.level import Step
+
+# From so many steps on they are a loop: a traced step is not small.
+_LOOPED_STEPS = 4
 
 
 class Structure:
@@ -61,6 +65,18 @@ class Structure:
             for count, level in zip(self.num_updates, levels, strict=True)
         ]
 
+    def batches_in_update(self, number: int) -> dict[int, int]:
+        """The loader's batches in an update of a level, and those that the
+        levels below take meanwhile."""
+        found = {}
+        waiting = [number]
+        while waiting:
+            level = waiting.pop()
+            count = self.num_batches[level] // self.num_updates[number]
+            found[level] = count
+            waiting += self.children[level]
+        return found
+
 
 @dataclasses.dataclass
 class _Last:
@@ -76,18 +92,22 @@ class Round:
     Args:
         structure: The levels.
         data: For each level's name its batches: one, or several stacked.
-
-    Attributes:
-        losses: For each level, the losses of its updates.
+        note: What is told of each update: the level's number, and its loss.
     """
 
-    def __init__(self, structure: Structure, data: dict[str, Any]):
+    def __init__(
+        self,
+        structure: Structure,
+        data: dict[str, Any],
+        note: Callable[[int, tf.Tensor], Any] | None = None,
+    ):
         self._structure = structure
         self._levels = structure.levels
         self._data = data
-        self._taken = [0] * len(self._levels)
+        self._note = note
+        # Tensors within a loop of the graph.
+        self._taken: list[Any] = [0] * len(self._levels)
         self._last: dict[int, _Last] = {}
-        self.losses: list[list[tf.Tensor]] = [[] for _ in self._levels]
 
     def update(self, number: int) -> None:
         """Updates a level, once the levels below have been."""
@@ -104,8 +124,7 @@ class Round:
         for _ in range(level.tasks_per_update):
             for child in children:
                 self._levels[child].steps.clear()
-                for _ in range(self._levels[child].unroll_steps):
-                    self.update(child)
+                self._take_steps(child)
             found = self.gradient(number, self._next_batch(number))
             sums = list(map(tf.add, sums, found)) if sums else found
         gradients = [t / level.tasks_per_update for t in sums]
@@ -114,6 +133,38 @@ class Round:
             start.restore()
             found = self.gradient(child, self._last[child].batch)
             self._apply(child, found)
+
+    def _take_steps(self, number: int) -> None:
+        """All updates of a level before one of the level above."""
+        level = self._levels[number]
+        count = level.unroll_steps
+        # Replicas cannot meet within a loop of a graph.
+        plainly = tf.executing_eagerly() or replicas.num_replicas() > 1
+        if count >= _LOOPED_STEPS and not (plainly or level.keeps_steps):
+            self._loop(number, count - 1)
+            # Outside: gradients that pass through the level start from it.
+            count = 1
+        for _ in range(count):
+            self.update(number)
+
+    def _loop(self, number: int, count: int) -> None:
+        """Makes updates of a level in a loop, which is traced once."""
+        start = list(self._taken)
+        each = self._structure.batches_in_update(number)
+
+        def take(index):
+            for level, taken in each.items():
+                self._taken[level] = start[level] + index * taken
+
+        def step(index):
+            take(index)
+            self.update(number)
+            return (index + 1,)
+
+        tf.while_loop(
+            lambda index: index < count, step, (0,), parallel_iterations=1
+        )
+        take(count)
 
     def start_from(self, number: int, batch: Any) -> None:
         """Takes a level's last batch to be this one."""
@@ -141,7 +192,8 @@ class Round:
             for other, vector in zip(tree, vectors, strict=True):
                 through = self._through(other, vector, tree[other], number)
                 total = list(map(tf.add, total, through))
-        self.losses[number].append(loss)
+        if self._note is not None:
+            self._note(number, loss)
         return total
 
     def _through(
@@ -173,8 +225,7 @@ class Round:
         scale = scaling.scale(optimizer)
         if scale is not None:
             gradients = [t * tf.cast(scale, t.dtype) for t in gradients]
-        with replicas.reduced_already(optimizer):
-            optimizer.apply(gradients, level.variables)
+        level.processes.apply(optimizer, gradients, level.variables)
 
     def _next_batch(self, number: int) -> Any:
         """The level's next batch: the union of several if it accumulates."""
@@ -185,7 +236,7 @@ class Round:
         if self._structure.num_batches[number] == 1:
             return data
         return keras.tree.map_structure(
-            functools.partial(_union, start, start + level.num_batches), data
+            functools.partial(_union, start, level.num_batches), data
         )
 
     def _at(self, numbers) -> list[Level]:
@@ -210,9 +261,9 @@ def _split(tensors: Tensors, levels: list[Level]) -> list[Tensors]:
     return [[next(rest) for _ in level.variables] for level in levels]
 
 
-def _union(start: int, stop: int, stacked: tf.Tensor) -> tf.Tensor:
+def _union(start: Any, count: int, stacked: tf.Tensor) -> tf.Tensor:
     """Some of the stacked batches, as one."""
-    if stop == start + 1:
+    if count == 1:
         return stacked[start]
-    rows = stacked[start:stop]
-    return tf.reshape(rows, tf.concat([[-1], tf.shape(rows)[2:]], axis=0))
+    # A slice from a place that is not known has no known length, for XLA.
+    return tf.concat([stacked[start + i] for i in range(count)], axis=0)

@@ -1,0 +1,206 @@
+"""What computes a batch of a level: one process, or several of them together.
+
+Each of several processes takes its rows of every batch, and what a pass gives
+is added up over all of them: losses, gradients and products with second
+derivatives are the whole batch's in every process. Weights and the optimizer's
+variables are in shards between passes (kmem/sharding); a pass reads whole
+weights, which are gathered when it begins. What this module does not do:
+gather weights layer by layer, as single models can. A second derivative would
+have to go through the gathering, whose gradient is cut.
+"""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem import capture
+from kmem.multilevel import passes
+from kmem.multilevel import replicas
+from kmem.options import Sharding
+from kmem.parts import num_rows
+from kmem.processes import Alone
+from kmem.processes import Slice
+from kmem.sharding import gathering
+from kmem.sharding import refusals
+from kmem.sharding import training
+from kmem.sharding import variables as shards
+from kmem.sharding.engine import engine
+from kmem.sharding.slices import Slices
+from kmem.sharding.training import ShardedTraining
+from kmem.sharding.variables import ShardedVariable
+
+# Tensors of at least so many bytes are added up alone.
+_LARGE_BYTES = 2**18
+
+
+class OneProcess(Alone):
+    """One process, or the replicas of a strategy."""
+
+    def passing(self, assigned: list, rows: Slice):
+        """The context of a pass.
+
+        Args:
+            assigned: What the loss assigns.
+            rows: The rows that are computed here.
+        """
+        return contextlib.nullcontext()
+
+    def total(self, tensors: list, rows: Slice) -> list:
+        """The sums over all processes of what a pass gives."""
+        return tensors
+
+    def apply(self, optimizer, gradients: list, variables: list) -> None:
+        """Updates variables by their whole gradients."""
+        with replicas.reduced_already(optimizer):
+            optimizer.apply(gradients, variables)
+
+
+class SeveralProcesses(Slices, OneProcess):
+    """Processes that compute every batch of a level together.
+
+    Args:
+        trained: The level's training in shards.
+        weights: All variables of the program.
+    """
+
+    def __init__(self, trained: ShardedTraining, weights: list):
+        self._group = engine()
+        super().__init__(self._group)
+        self._trained = trained
+        self._weights = weights
+
+    @contextlib.contextmanager
+    def passing(self, assigned, rows):
+        statistics = [
+            variable
+            for variable in assigned
+            if tf.as_dtype(variable.dtype).is_floating
+        ]
+        before = passes.read(statistics)
+        with self._gathered():
+            yield
+        share = tf.cast(num_rows(rows.data), tf.float64)
+        share /= tf.cast(rows.rows, tf.float64)
+        changes = [
+            (after - old) * tf.cast(share, old.dtype)
+            for old, after in zip(before, passes.read(statistics), strict=True)
+        ]
+        changes = self.total(changes, rows)
+        for variable, old, change in zip(
+            statistics, before, changes, strict=True
+        ):
+            passes.assign(variable, old + change)
+
+    def total(self, tensors, rows):
+        is_large = [t.shape.num_elements() * t.dtype.size for t in tensors]
+        is_large = [size >= _LARGE_BYTES for size in is_large]
+        small = [t for t, it in zip(tensors, is_large, strict=True) if not it]
+        totals = iter(self._total(small, "small"))
+        sums = [
+            self._group.all_reduce(t, f"large {i}") if it else next(totals)
+            for i, (t, it) in enumerate(zip(tensors, is_large, strict=True))
+        ]
+        copies: Any = rows.copies
+        return [t / tf.cast(copies, t.dtype) for t in sums]
+
+    def apply(self, optimizer, gradients, variables):
+        own = [
+            v.shard.layout.cut(g, v.shard.rank)
+            if isinstance(v, ShardedVariable)
+            else g
+            for g, v in zip(gradients, variables, strict=True)
+        ]
+        with self._trained.updating():
+            optimizer.apply(own, variables)
+
+    def _gathered(self):
+        """Within, weights that are in shards are whole."""
+        cut = [v for v in self._weights if type(v) is ShardedVariable]
+        if not cut:
+            return contextlib.nullcontext()
+        wholes = gathering.gather(
+            self._group,
+            [v.shard.layout for v in cut],
+            [v.shard.value for v in cut],
+            "weights",
+            cut[0].shard.travel,
+        )
+        return shards.prepared(cut, wholes)
+
+
+def check(program: keras.Model, levels: list, option: Sharding) -> None:
+    """Checks whether levels can be trained in shards.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    plain = Sharding(stage=option.stage, cpu_offload=option.cpu_offload)
+    if option.stage == "full" or option != plain:
+        raise ValueError(
+            '`sharding` of a `Program` must be "gradients" or "optimizer", '
+            "and everything must travel whole and in its own dtype: second "
+            'derivatives are those of whole weights, which "full" never has. '
+            f"Received: sharding={option}"
+        )
+    if program.jit_compile:
+        raise ValueError(
+            "`sharding` sends weights while a step runs, and XLA cannot: "
+            "call `program.compile(jit_compile=False)`. "
+            "Received: jit_compile=True"
+        )
+    for level in levels:
+        remat = level.options.remat
+        if remat is not None and not remat.plan and engine().size > 1:
+            raise ValueError(
+                "`remat` of a level must be a `kmem.Plan`, or the path of "
+                "one, if several processes train together: what each of them "
+                "measures would make plans that differ. "
+                f"Received: level '{level.name}' with remat={remat}"
+            )
+        options = dataclasses.replace(level.options, sharding=option)
+        with capture.attribute(level.model, "optimizer", level.optimizer):
+            refusals.check(level.model, options)
+
+
+@contextlib.contextmanager
+def in_shards(levels: list, optimizers: list, option: Sharding):
+    """Within, the processes that TF_CONFIG names train levels together.
+
+    Args:
+        levels: The levels, built.
+        optimizers: What updates them.
+        option: How they are cut.
+    """
+    with contextlib.ExitStack() as stack:
+        for level, optimizer in zip(levels, optimizers, strict=True):
+            stack.enter_context(
+                capture.attribute(level.model, "optimizer", optimizer)
+            )
+        trained = [
+            ShardedTraining(level.model, optimizer, option, num_batches=1)
+            for level, optimizer in zip(levels, optimizers, strict=True)
+        ]
+        weights = [v for level in levels for v in level.model.weights]
+        for level, each in zip(levels, trained, strict=True):
+            each.start()
+            several = SeveralProcesses(each, weights)
+            stack.enter_context(capture.attribute(level, "processes", several))
+        try:
+            yield
+        except BaseException:
+            for each in trained:
+                each.stop(failed=True)
+            raise
+        for each in trained:
+            each.stop()
+
+
+def make_whole(levels: list, optimizers: list) -> None:
+    """Gathers what a `fit` that failed has left in shards."""
+    for level, optimizer in zip(levels, optimizers, strict=True):
+        with capture.attribute(level.model, "optimizer", optimizer):
+            training.make_whole(level.model)
+            training.check_whole(level.model)
