@@ -1,6 +1,7 @@
 """The shapes of the batches that `fit` will train on, before it starts."""
 
 import json
+import operator
 from collections.abc import Iterator
 from collections.abc import MutableMapping
 from typing import Any
@@ -35,7 +36,7 @@ def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
     if rows is None:
         return None
     data = [x, arguments.get("y"), arguments.get("sample_weight")]
-    specs = [_with_rows(specs_of(part), rows) for part in data]
+    specs = [with_rows(specs_of(part), rows) for part in data]
     if arguments.get("class_weight") is not None:
         # Keras makes weights of rows of it.
         specs[2] = tf.TensorSpec([rows], keras.config.floatx())
@@ -78,7 +79,24 @@ def part_of(batch, count: int) -> Any:
     rows = num_rows(batch)
     if rows is None:
         return batch
-    return _with_rows(batch, -(-rows // count))
+    return with_rows(batch, -(-rows // count))
+
+
+def covers(batch, other) -> bool:
+    """Whether another batch has the same form and is nowhere larger.
+
+    Args:
+        batch: A batch, as `tf.TensorSpec`s.
+        other: Another one.
+    """
+    try:
+        keras.tree.assert_same_structure(batch, other)
+    except ValueError:
+        return False
+    pairs = zip(
+        keras.tree.flatten(batch), keras.tree.flatten(other), strict=True
+    )
+    return all(mine == its or _is_within(its, mine) for mine, its in pairs)
 
 
 def made_up(batch) -> Any:
@@ -124,7 +142,8 @@ def _spec(leaf) -> tf.TensorSpec | None:
     return tf.TensorSpec(leaf.shape, dtype)
 
 
-def _with_rows(specs, rows: int) -> Any:
+def with_rows(specs, rows: int) -> Any:
+    """The same specs, of a batch with so many rows."""
     return keras.tree.map_structure(
         lambda spec: (
             tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype)
@@ -133,6 +152,14 @@ def _with_rows(specs, rows: int) -> Any:
         ),
         specs,
     )
+
+
+def _is_within(spec, other) -> bool:
+    if spec is None or other is None or spec.dtype != other.dtype:
+        return False
+    if spec.shape.rank != other.shape.rank:
+        return False
+    return all(map(operator.le, spec.shape, other.shape))
 
 
 def _numbers(spec) -> tf.Tensor | None:

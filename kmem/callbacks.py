@@ -13,6 +13,7 @@ import keras
 from kmem import batches
 from kmem import options
 from kmem import planner
+from kmem.budgeted import BudgetedSession
 from kmem.monitor import MemoryMonitor as MemoryMonitor
 from kmem.requirements import check
 from kmem.session import Session
@@ -22,7 +23,7 @@ from kmem.sharding.resuming import ShardedCheckpoint as ShardedCheckpoint
 class EndOfGroup(keras.callbacks.Callback):
     """Applies an epoch's last, incomplete group of batches."""
 
-    def __init__(self, session: Session | None = None):
+    def __init__(self, session: Session | BudgetedSession | None = None):
         super().__init__()
         self._session = session
 
@@ -69,7 +70,11 @@ class MemoryOptions(EndOfGroup):
         if not self.options or self.model is None:
             return
         remat = self.options.remat
-        if remat is None:
+        if self.options.memory_budget is not None:
+            check(self.model, self.options)
+            # It chooses when the first batch comes.
+            self._begin(BudgetedSession.of(self.model, self.options))
+        elif remat is None:
             self._install(self.options)
         elif remat.plan is not None:
             self._install(planner.with_plan(self.model, self.options, None))
@@ -101,8 +106,11 @@ class MemoryOptions(EndOfGroup):
 
     def _install(self, options):
         model: Any = self.model
-        self._session = Session.of(model, options)
-        self._session.install(guard=True)
+        self._begin(Session.of(model, options))
+
+    def _begin(self, session):
+        self._session = session
+        session.install(guard=True)
 
     def on_train_end(self, logs=None):
         self._remove()

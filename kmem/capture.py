@@ -134,27 +134,39 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
         yield update
 
 
-@contextlib.contextmanager
-def unchanged(variables: list, metrics: list) -> Iterator[None]:
-    """Gives back what steps change in a block of code.
+class State:
+    """What steps change, as it is now, kept outside of the device.
 
     Args:
         variables: What they may change.
         metrics: Those that may make variables of their own.
     """
-    values = [(v, v.numpy()) for v in variables]
-    try:
-        yield
-    finally:
-        known = {id(variable) for variable, _ in values}
-        for variable, value in values:
+
+    def __init__(self, variables: list, metrics: list):
+        self._values = [(v, v.numpy()) for v in variables]
+        self._metrics = metrics
+
+    def restore(self) -> None:
+        """Gives it back."""
+        known = {id(variable) for variable, _ in self._values}
+        for variable, value in self._values:
             # Not the array itself: a variable may take over its memory, which
             # is not the device's.
             variable.assign(tf.raw_ops.DeepCopy(x=value))
-        for metric in metrics:
+        for metric in self._metrics:
             # Those that the step has made.
             if any(id(variable) not in known for variable in metric.variables):
                 metric.reset_state()
+
+
+@contextlib.contextmanager
+def unchanged(variables: list, metrics: list) -> Iterator[None]:
+    """Gives back what steps change in a block of code; see `State`."""
+    state = State(variables, metrics)
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ among them those that a tensor merely points to, and the Python objects.
 """
 
 import contextlib
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -178,10 +179,20 @@ def track(device: str | None = None) -> Iterator[Usage]:
         usage._close()
 
 
+def capacity(device: str | None = None) -> int:
+    """Returns the bytes that a device may have in use: its limit, or all.
+
+    Args:
+        device: See `kmem.memory.limit`.
+    """
+    return _meter(device).capacity()
+
+
 class _Meter(Protocol):
     """One device. A mark is a peak of its own, from `open` to `close`."""
 
     def limit(self, num_bytes: int | None) -> None: ...
+    def capacity(self) -> int: ...
     def current(self) -> int: ...
     def peak(self) -> int: ...
     def reset_peak(self) -> None: ...
@@ -200,6 +211,12 @@ class _CPU:
                 "`size` must be at least what is in use, which is "
                 f"{self.current()} bytes. Received: size={num_bytes}"
             )
+
+    def capacity(self) -> int:
+        limit = native.stats().limit
+        if limit is not None:
+            return limit
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def current(self) -> int:
         return native.stats().in_use
@@ -260,6 +277,16 @@ class _GPU:
                 "The memory limit of a GPU must be set before the first "
                 "TensorFlow operation, and there has been one."
             ) from error
+
+    def capacity(self) -> int:
+        # Private in TensorFlow, whose public functions tell what is in use.
+        from tensorflow.python.client import device_lib
+
+        return next(
+            device.memory_limit
+            for device in device_lib.list_local_devices("GPU")
+            if device.name == f"/device:{self._name}"
+        )
 
     def current(self) -> int:
         return self._info()["current"]

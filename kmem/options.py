@@ -264,6 +264,8 @@ class MemoryOptions:
         remat: `"auto"`, a size, a share, a plan or its path, or `Remat`.
         dtr: `True`, a size, or `DTR`.
         sharding: `"full"`, `"gradients"`, `"optimizer"` or `Sharding`.
+        allow: What `memory_budget` may choose although it changes the
+            numbers: `("mixed_precision",)` for bfloat16.
 
     Raises:
         ValueError: If an option is not of one of its forms, or two options
@@ -286,8 +288,10 @@ class MemoryOptions:
     remat: Any = None
     dtr: Any = None
     sharding: Any = None
+    allow: tuple[str, ...] = ()
 
     def __post_init__(self):
+        set_fields(self, allow=_parse_allow(self.allow))
         for name, parse in _PARSERS.items():
             value = getattr(self, name)
             if value is not None:
@@ -297,6 +301,19 @@ class MemoryOptions:
                 "`remat` and `dtr` exclude each other: both decide what is "
                 "recomputed. Give one of them. Received: "
                 f"remat={self.remat!r}, dtr={self.dtr!r}"
+            )
+        if self.memory_budget is not None:
+            for name in _CHOSEN:
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"`memory_budget` and `{name}` exclude each other: "
+                        "it chooses how a batch is computed. Leave one of "
+                        f"them out. Received: {name}={getattr(self, name)!r}"
+                    )
+        elif self.allow:
+            raise ValueError(
+                "`allow` must come with `memory_budget`: it tells what may be "
+                f"chosen. Received: allow={self.allow!r}"
             )
 
     def __bool__(self) -> bool:
@@ -315,12 +332,13 @@ def split_options(arguments: dict[str, Any], known: set[str]) -> MemoryOptions:
             is suggested.
         ValueError: As `MemoryOptions`.
     """
+    names = {field.name for field in dataclasses.fields(MemoryOptions)}
     for name in arguments:
-        if name not in _PARSERS and name not in known:
-            near = difflib.get_close_matches(name, [*_PARSERS, *known], n=1)
+        if name not in names and name not in known:
+            near = difflib.get_close_matches(name, [*names, *known], n=1)
             hint = f" Did you mean `{near[0]}`?" if near else ""
             raise TypeError(f"Unexpected keyword argument `{name}`.{hint}")
-    given = {name: arguments.pop(name) for name in _PARSERS & arguments.keys()}
+    given = {name: arguments.pop(name) for name in names & arguments.keys()}
     return MemoryOptions(**given)
 
 
@@ -343,9 +361,19 @@ def _parse_dtr(value):
     return DTR() if value is True else DTR(eviction_threshold=value)
 
 
+def _parse_allow(value) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value)
+    for name in names:
+        one_of(name, "allow", ("mixed_precision",))
+    return names
+
+
 def _parse_as(option):
     return lambda value: value if isinstance(value, option) else option(value)
 
+
+# What `memory_budget` decides, or cannot decide beside.
+_CHOSEN = ("remat", "dtr", "sharding", "gradient_accumulation_steps")
 
 _PARSERS = {
     "memory_budget": lambda value: budget(value, "memory_budget"),

@@ -7,7 +7,6 @@ rehearsed and corrected (correcting.py), or comes from an earlier time.
 import dataclasses
 import gc
 from collections.abc import Callable
-from collections.abc import MutableMapping
 from typing import Any
 from typing import Literal
 
@@ -17,7 +16,6 @@ import tensorflow as tf
 
 from kmem import batches
 from kmem import memory
-from kmem import pipeline
 from kmem import plan_cache
 from kmem import xla
 from kmem.accumulation import build_optimizer
@@ -107,18 +105,6 @@ def plan(
     return make_plan(model, specs, options, costs, verbose)
 
 
-def planned_for_fit(
-    model: keras.Model,
-    options: MemoryOptions,
-    arguments: MutableMapping[str, Any],
-) -> MemoryOptions:
-    """`with_plan`, for what `fit` is given."""
-    batch = batches.fit_batch(arguments)
-    reserved = 0 if batch is None else pipeline.held_bytes(arguments, batch)
-    verbose = 0 if arguments.get("verbose", "auto") in (0, 2) else 1
-    return with_plan(model, options, batch, reserved, verbose)
-
-
 def with_plan(
     model: keras.Model,
     options: MemoryOptions,
@@ -145,7 +131,7 @@ def with_plan(
     if batch is not None:
         replicas = model.distribute_strategy.num_replicas_in_sync
         batch = batches.part_of(batch, replicas)
-        _build(model, batch)
+        build(model, batch)
     given = options.remat.plan
     if given is not None:
         made = given if isinstance(given, Plan) else Plan.load(given)
@@ -242,8 +228,13 @@ def _rehearsal(
     return run
 
 
-def _build(model: keras.Model, batch) -> None:
-    """Makes a model's variables, as Keras does in its first step."""
+def build(model: keras.Model, batch) -> None:
+    """Makes a model's variables, as Keras does in its first step.
+
+    Args:
+        model: The model.
+        batch: What `train_step` gets, as `tf.TensorSpec`s.
+    """
     if all(layer.built for layer in all_layers(model)):
         return
     x, *_ = keras.utils.unpack_x_y_sample_weight(batch)

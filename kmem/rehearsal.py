@@ -1,12 +1,16 @@
 """Runs a training step that leaves no trace, to see what it needs."""
 
 import contextlib
+import dataclasses
 import gc
+import math
 import time
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kmem import batches
@@ -22,6 +26,19 @@ _NUM_STEPS = 6
 # Threads that have fallen asleep, as between the steps of `fit`, begin their
 # work in another order than those that go on at once.
 _PAUSE_SECONDS = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """What a step took.
+
+    Attributes:
+        peak_bytes: The (first) device's peak, in the step that needs most.
+        seconds: The time of the quickest.
+    """
+
+    peak_bytes: int
+    seconds: float
 
 
 def rehearse(session: Session, batch) -> int | None:
@@ -69,19 +86,60 @@ def peak_bytes(
     step: Any = model.train_function
     # As `fit` does: the graph of a step on a batch is another one.
     iterator = _batches(model.distribute_strategy, batch)
+    seen = _measured(step, iterator, _num_steps(model, accumulates))
+    return None if seen is None else seen.peak_bytes
+
+
+def rehearse_on_batch(
+    session: Session, batch, at_most_seconds: float
+) -> Rehearsal | None:
+    """`rehearse`, by the function that is given a batch.
+
+    Args:
+        session: Whose step it is; its `on_batch` runs it.
+        batch: A batch, as `tf.TensorSpec`s.
+        at_most_seconds: Fewer steps are taken, but two, if they take longer.
+    """
+    session.build()
+    data = batches.made_up(batch)
+    num_steps = _num_steps(session.model, accumulates=False)
+    with unchanged(session):
+        session.install(test_step=False)
+        try:
+            step = session.on_batch()
+            return _measured(step, data, num_steps, at_most_seconds)
+        finally:
+            session.remove()
+            gc.collect()
+
+
+def _measured(
+    step: Callable, data, num_steps: int, at_most_seconds: float = math.inf
+) -> Rehearsal | None:
+    peaks, seconds = [], []
     try:
         # The first run traces, and may take memory that no other does.
-        step(iterator)
-        peaks = []
-        for _ in range(_num_steps(model, accumulates)):
+        _seconds(step, data)
+        while len(peaks) < num_steps:
             time.sleep(_PAUSE_SECONDS)
             with memory.track() as usage:
-                step(iterator)
+                seconds.append(_seconds(step, data))
             peaks.append(usage.peak_bytes)
+            if len(peaks) > 1 and sum(seconds) > at_most_seconds:
+                break
     except tf.errors.ResourceExhaustedError:
         return None
     # What differs between a few steps differs more between many.
-    return 2 * max(peaks) - min(peaks)
+    return Rehearsal(2 * max(peaks) - min(peaks), min(seconds))
+
+
+def _seconds(step: Callable, data) -> float:
+    """Takes a step, and returns its time."""
+    start = time.perf_counter()
+    logs = step(data)
+    # Waits for a GPU.
+    keras.tree.map_structure(np.asarray, logs)
+    return time.perf_counter() - start
 
 
 def _num_steps(model: keras.Model, accumulates: bool) -> int:

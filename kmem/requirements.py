@@ -12,17 +12,11 @@ from kmem import capture
 from kmem.options import MemoryOptions
 from kmem.sharding import refusals
 
-_TO_COME = ("memory_budget",)
 _TRACED_APART = ("microbatches", "gradient_accumulation_steps", "remat")
 
 
 def check(model, options: MemoryOptions) -> None:
     """Checks whether the options can work with a model."""
-    for name in _TO_COME:
-        if getattr(options, name) is not None:
-            raise NotImplementedError(
-                f"`{name}` is not available in this version of kmem."
-            )
     if not model.compiled:
         raise ValueError(
             "The model must be compiled before it is trained: call "
@@ -45,6 +39,16 @@ def check(model, options: MemoryOptions) -> None:
 
 
 def _check_replicas(model, options: MemoryOptions) -> None:
+    if options.memory_budget is not None:
+        raise ValueError(
+            "`memory_budget` must have one replica in a process. Give "
+            "`microbatches` or `remat` instead. Received: "
+            f"{model.distribute_strategy.num_replicas_in_sync} replicas"
+        )
+    _check_synchronized(model, options)
+
+
+def _check_synchronized(model, options: MemoryOptions) -> None:
     """What replicas compute together cannot be traced by itself, as a loop's
     body, a denominator or a recomputation is."""
     used = (n for n in _TRACED_APART if getattr(options, n) is not None)

@@ -9,6 +9,7 @@ the same options: TensorFlow never frees all of a trace.
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -90,7 +91,7 @@ class Session:
         self._optimizer = optimizer
         steps = options.gradient_accumulation_steps
         self._num_batches = steps.steps if steps else 1
-        self._compiled = _compiled_state(model)
+        self._compiled = compiled_state(model)
         strategy = model.distribute_strategy
         self._sharded = None
         if options.sharding is not None:
@@ -118,7 +119,7 @@ class Session:
         the model was not compiled again since."""
         sessions = vars(model).get(_SESSIONS, {})
         session = sessions.pop(options, None)
-        if session is None or session._compiled != _compiled_state(model):
+        if session is None or session._compiled != compiled_state(model):
             session = cls(model, options)
         kept = list(sessions.items())[1 - _MAX_SESSIONS :]
         sessions = dict([*kept, (options, session)])
@@ -184,6 +185,13 @@ class Session:
             model.run_eagerly = run_eagerly
             for name, function in plain.items():
                 setattr(model, name, function)
+
+    def on_batch(self) -> Callable:
+        """Returns a train function of one batch instead of an iterator."""
+        if not self._made:
+            self._make_functions()
+        function = self._made["train_function"]
+        return lambda data: function(iter([data]))
 
     def trains(self) -> bool:
         """Whether this session's function is on the model."""
@@ -314,7 +322,7 @@ class Session:
         return applying.applied(self.model, self._frame, self._plan.segments)
 
 
-def _compiled_state(model) -> tuple:
+def compiled_state(model) -> tuple:
     """What a traced step depends on, compared by identity.
 
     `compile` makes a new `_loss_tracker`, which is private in Keras;

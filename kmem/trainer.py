@@ -7,7 +7,9 @@ import inspect
 import keras
 
 from kmem import batches
+from kmem import pipeline
 from kmem import planner
+from kmem.budgeted import BudgetedSession
 from kmem.callbacks import EndOfGroup
 from kmem.options import MemoryOptions
 from kmem.options import split_options
@@ -31,6 +33,13 @@ class MemoryFit:
         Args:
             *args: As in `keras.Model.fit`.
             **kwargs: As in `keras.Model.fit`, and any of:
+                memory_budget: The device's peak during a step, with everything
+                    in it: bytes, `"8GB"`, or a share of the device in (0, 1].
+                    The quickest of micro-batches and recomputation that keeps
+                    it is chosen, and told in `model.memory_report`; nothing
+                    is if the step fits as it is.
+                allow: What `memory_budget` may choose although it changes the
+                    numbers: `("mixed_precision",)`.
                 microbatches: Split every batch into this many parts; one
                     update, of the whole batch.
                 gradient_accumulation_steps: One update for this many batches,
@@ -201,9 +210,7 @@ def _fit(model, keras_fit, args, kwargs):
     )
     check(model, options)
     check_batch(given, options)
-    if options.remat is not None:
-        options = planner.planned_for_fit(model, options, given)
-    session = Session.of(model, options)
+    session = _session(model, options, given)
     place = given.maps[1] if "callbacks" in given.maps[1] else given.maps[0]
     place["callbacks"] = _with_callback(
         place.get("callbacks"), EndOfGroup(session)
@@ -218,6 +225,22 @@ def _fit(model, keras_fit, args, kwargs):
     return history
 
 
+def _session(model, options: MemoryOptions, arguments):
+    """What trains under the options, with what they leave open decided."""
+    verbose = 0 if arguments.get("verbose", "auto") in (0, 2) else 1
+    if options.memory_budget is None and options.remat is None:
+        return Session.of(model, options)
+    batch = batches.fit_batch(arguments)
+    reserved = 0 if batch is None else pipeline.held_bytes(arguments, batch)
+    if options.memory_budget is None:
+        planned = planner.with_plan(model, options, batch, reserved, verbose)
+        return Session.of(model, planned)
+    session = BudgetedSession.of(model, options, verbose)
+    if batch is not None:
+        session.prepare(batch, reserved)
+    return session
+
+
 def _train_on_batch(model, keras_train_on_batch, args, kwargs):
     """Keras's `train_on_batch`, under `model.memory_options`."""
     options = model.memory_options
@@ -227,14 +250,15 @@ def _train_on_batch(model, keras_train_on_batch, args, kwargs):
     elif asked != options or not session.trains():
         _end_train_on_batch(model)
         made = options
+        check(model, options)
         if options.remat is not None:
-            check(model, options)
             given = inspect.signature(keras_train_on_batch)
             given = given.bind(*args, **kwargs).arguments
             names = ("x", "y", "sample_weight")
             data = keras.utils.pack_x_y_sample_weight(*map(given.get, names))
             made = planner.with_plan(model, options, batches.specs_of(data))
-        session = Session.of(model, made)
+        budgeted = options.memory_budget is not None
+        session = (BudgetedSession if budgeted else Session).of(model, made)
         session.install(test_step=False)
         object.__setattr__(model, _SESSION, (options, session))
     return keras_train_on_batch(*args, **kwargs)

@@ -41,12 +41,15 @@ LAYERS = (
         "planning",
     },
     {"keras_graph", "dtr", "sharding"},
-    {"autotune"},
     {"monitor", "distributed"},
     {
         "requirements",
         "session",
         "rehearsal",
+        "probing",
+        "choices",
+        "autotune",
+        "budgeted",
         "trial",
         "correcting",
         "multilevel",
@@ -76,7 +79,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MAX_FILE_LINES = 400
 # A budget makes every addition ask what it is worth, and whether something
 # can go. Raise it in the change that needs it, and say why there.
-MAX_TOTAL_LINES = 22500
+MAX_TOTAL_LINES = 26000
 
 FRAMEWORKS = {"tensorflow", "keras"}
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda

@@ -186,7 +186,9 @@ def test_a_layer_s_weights_are_forgotten_after_it(seen):
         current, full, _ = result["bytes full"]
         _, gradients, _ = result["bytes gradients"]
         largest = PARAMETER_BYTES / sharded.DEPTH
-        assert full - current < 5 * largest
+        # Gathered weights and gradients of two units, what is sent, and what
+        # came: processes that wait for one another hold more of them.
+        assert full - current < 6 * largest
         assert full < gradients
 
 

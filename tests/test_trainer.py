@@ -369,9 +369,7 @@ BAD = [
     ({"mixed_precision": "fp16"}, ValueError, "must be one of"),
     ({"memory_budget": "5 GBs"}, ValueError, "number of bytes"),
     ({"remat": "auto", "dtr": True}, ValueError, "exclude each other"),
-    ({"memory_budget": "8GB"}, NotImplementedError, "`memory_budget`"),
     ({"dtr": "1KB"}, ValueError, "larger than what is in use"),
-    ({"sharding": "full", "dtr": True}, ValueError, "used with `dtr`"),
 ]
 
 

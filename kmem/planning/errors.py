@@ -12,12 +12,16 @@ class InfeasibleBudget(ValueError):
     """
 
     def __init__(
-        self, budget_bytes: int, smallest_bytes: int, lower_bound_bytes: int
+        self,
+        budget_bytes: int,
+        smallest_bytes: int,
+        lower_bound_bytes: int,
+        name: str = "budget_bytes",
     ):
         super().__init__(
-            "`budget_bytes` must be a peak that some schedule keeps. The "
-            f"smallest known is {smallest_bytes}; none is below "
-            f"{lower_bound_bytes}. Received: budget_bytes={budget_bytes}"
+            f"`{name}` must be a peak that some schedule keeps. The smallest "
+            f"known is {smallest_bytes}; none is below {lower_bound_bytes}. "
+            f"Received: {name}={budget_bytes}"
         )
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes

@@ -1,0 +1,299 @@
+"""Chooses how a step is taken within a memory budget, for `memory_budget`.
+
+A batch that does not fit can be computed in parts, recomputed in part, or
+both. A line (probing.py) tells in how many parts it fits. More parts cost what
+each does besides its rows, larger ones cost recomputation: steps in more parts
+tell how much the first is, and whether a plan (planner.py) for larger ones can
+be quicker. What is chosen was rehearsed whole, by the function that trains.
+What this does not do: place anything on another device, or split a row.
+"""
+
+import dataclasses
+import gc
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem import batches
+from kmem import memory
+from kmem import planner
+from kmem import probing
+from kmem.accumulation import build_optimizer
+from kmem.choices import Choice
+from kmem.choices import MemoryReport
+from kmem.options import MemoryOptions
+from kmem.options import MicroBatches
+from kmem.options import MixedPrecision
+from kmem.options import Remat
+from kmem.planning.errors import InfeasibleBudget
+from kmem.rehearsal import rehearse_on_batch
+from kmem.session import Session
+
+# Steps do not all have the same peak.
+_MARGIN = 0.01
+# The line may be wrong by this much: a rehearsal tells.
+_TOLERANCE = 1.1
+# By how much another number of parts, or a plan, has to be quicker.
+_LEAST_GAIN = 0.02
+_AT_MOST_SECONDS = 5.0
+_MAX_PLANS = 3
+# What rehearsals of the same step differ by at the most, as far as seen.
+_ALLOWANCE = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to take a step that fits, ready to train.
+
+    Attributes:
+        choice: Its options, and what it takes.
+        session: Trains so.
+        step: Its function of a batch, traced.
+    """
+
+    choice: Choice
+    session: Session
+    step: Callable
+
+    @property
+    def seconds(self) -> float:
+        return self.choice.predicted_seconds
+
+
+def choose(
+    model: keras.Model,
+    options: MemoryOptions,
+    batch: Any,
+    budget_bytes: int,
+    reserved_bytes: int = 0,
+    verbose: int = 0,
+) -> tuple[Way, MemoryReport]:
+    """Looks for the quickest step of a model within a budget.
+
+    The model and its state stay as they are.
+
+    Args:
+        model: A compiled model.
+        options: Those that hold anyway, and what may be chosen besides.
+        batch: What `train_step` gets, as `tf.TensorSpec`s.
+        budget_bytes: The device's peak during a step.
+        reserved_bytes: What of it is not to be used.
+        verbose: 1 shows progress.
+
+    Raises:
+        ValueError: If nothing fits. It is an `InfeasibleBudget` that names the
+            smallest budget known to be possible, unless plans cannot be made.
+    """
+    planner.build(model, batch)
+    # Its variables are in memory in every step.
+    build_optimizer(model.optimizer, model.trainable_variables)
+    gc.collect()
+    in_use = memory.current()
+    given = dataclasses.replace(options, memory_budget=None, allow=())
+    search = Search(model, batch, budget_bytes, reserved_bytes, verbose)
+    plain = search.run(given)
+    halves = "mixed_precision" in options.allow and not given.mixed_precision
+    if halves and (search.best is None or search.best.choice != plain):
+        half = MixedPrecision("bfloat16")
+        search.run(dataclasses.replace(given, mixed_precision=half))
+    if search.best is None:
+        raise _named(search.error, memory.current() - in_use)
+    best = search.best.choice
+    others = [choice for choice in search.tried if choice != best]
+    others.sort(key=lambda choice: choice.predicted_seconds)
+    return search.best, MemoryReport(
+        budget_bytes=budget_bytes,
+        plain=plain,
+        chosen=best,
+        alternatives=tuple(others),
+        in_use_bytes=in_use,
+        parameter_bytes=_num_bytes(model.variables),
+        optimizer_bytes=_num_bytes(model.optimizer.variables),
+    )
+
+
+class Search:
+    """The ways that were tried.
+
+    Args:
+        model: The model, with its variables.
+        batch: Its batch, as `tf.TensorSpec`s.
+        budget_bytes: The budget.
+        reserved_bytes: What of it is not to be used.
+
+    Attributes:
+        best: The quickest that fits, or `None`.
+        tried: What each takes; of those that were not rehearsed, what the
+            others let expect.
+        error: Why there is none, if none fits.
+    """
+
+    def __init__(self, model, batch, budget_bytes, reserved_bytes, verbose):
+        self._model = model
+        self._batch = batch
+        self._rows = batches.num_rows(batch) or 1
+        self._budget = budget_bytes
+        self._reserved = reserved_bytes
+        self._target = int((1 - _MARGIN) * (budget_bytes - reserved_bytes))
+        self._verbose = verbose
+        self.best: Way | None = None
+        self.tried: list[Choice] = []
+        self.error: ValueError = InfeasibleBudget(budget_bytes, 0, 0)
+
+    def _fits(self, choice: Choice) -> bool:
+        """Whether it keeps the budget."""
+        return choice.predicted_peak_bytes <= self._target
+
+    def run(self, options: MemoryOptions) -> Choice:
+        """Looks for the best way under options; returns the plain one."""
+        counts = _counts(self._rows)
+        if options.microbatches is not None:
+            counts = [options.microbatches.count]
+            options = dataclasses.replace(options, microbatches=None)
+        line = probing.draw(self._model, options, self._batch, self._target)
+        plain = self._expected(options, counts[0], line)
+        for index, count in enumerate(counts):
+            expected = self._expected(options, count, line)
+            if expected.predicted_peak_bytes > _TOLERANCE * self._target:
+                continue
+            first = self._rehearsed(expected.options)
+            if first is None or not self._fits(first.choice):
+                continue
+            if index == 0:
+                return first.choice
+            each = self._smaller_parts(options, counts[index:], first)
+            fewer = counts[:index][::-1]
+            least = [first.seconds - (count - c) * each for c in fewer]
+            self._larger_parts(options, fewer, least)
+            return dataclasses.replace(plain, predicted_seconds=least[-1])
+        least = [plain.predicted_seconds] * len(counts)
+        self._larger_parts(options, counts[::-1], least)
+        return plain
+
+    def _smaller_parts(self, options, counts: list[int], first: Way) -> float:
+        """Goes on to more parts while that is quicker; returns what each part
+        costs besides its rows, in seconds."""
+        part_seconds, last = 0.0, first
+        for count in counts[1:]:
+            way = self._rehearsed(_in_parts(options, count))
+            if way is None:
+                break
+            if last is first:
+                difference = way.seconds - first.seconds
+                part_seconds = max(0.0, difference / (count - counts[0]))
+            if not _is_quicker(way.seconds, last.seconds):
+                break
+            last = way
+        return part_seconds
+
+    def _larger_parts(self, options, counts: list[int], least: list[float]):
+        """Goes on to fewer parts, with plans, while that is quicker.
+
+        `least` is what a step in so many parts would take without a plan.
+        """
+        for count, seconds in zip(counts, least, strict=True):
+            if self.best and not _is_quicker(seconds, self.best.seconds):
+                return
+            if not self._plan(_in_parts(options, count), seconds):
+                return
+
+    def _plan(self, options: MemoryOptions, seconds: float) -> bool:
+        """Tries the best plan for parts; returns whether it is the best way.
+
+        `seconds` is what the step would take without it.
+        """
+        before, less = self.best, 0
+        for _ in range(_MAX_PLANS):
+            try:
+                planned = planner.with_plan(
+                    self._model,
+                    dataclasses.replace(
+                        options, remat=Remat(budget=self._budget)
+                    ),
+                    self._batch,
+                    self._reserved + less,
+                    self._verbose,
+                )
+            except tf.errors.ResourceExhaustedError:
+                return False
+            except ValueError as error:
+                self.error = error
+                return False
+            plan = planned.remat.plan
+            expected = seconds * plan.slowdown
+            if before and not _is_quicker(expected, before.seconds):
+                peak = plan.predicted_peak_bytes
+                self.tried.append(Choice(planned, peak, expected))
+                return False
+            way = self._rehearsed(planned)
+            if way is not None and self._fits(way.choice):
+                return way is self.best
+            # What is given a batch, not an iterator, needs a little more.
+            room = self._budget - self._reserved
+            less += int(_MARGIN * room)
+            if way is not None:
+                less += max(way.choice.predicted_peak_bytes - room, 0)
+        return False
+
+    def _expected(self, options, count: int, line: probing.Line) -> Choice:
+        """What a step in so many parts is going to take."""
+        peak = line.peak_bytes(-(-self._rows // count))
+        if count > 1:
+            # The sum of the parts' gradients.
+            peak += _num_bytes(self._model.trainable_variables)
+        seconds = self._rows * line.row_seconds
+        return Choice(_in_parts(options, count), peak, seconds)
+
+    def _rehearsed(self, options: MemoryOptions) -> Way | None:
+        """Tries a way; returns `None` if it ran out of memory."""
+        session = Session(self._model, options)
+        seen = rehearse_on_batch(session, self._batch, _AT_MOST_SECONDS)
+        if seen is None:
+            return None
+        choice = Choice(options, seen.peak_bytes, seen.seconds)
+        self.tried.append(choice)
+        way = Way(choice, session, session.on_batch())
+        if self._fits(choice) and (
+            self.best is None or way.seconds < self.best.seconds
+        ):
+            self.best = way
+        return way
+
+
+def _named(error: ValueError, left_bytes: int) -> ValueError:
+    """The error for `memory_budget`: what it names has to do when it is asked
+    for, when the search has left so many bytes in memory, of its traces."""
+    if not isinstance(error, InfeasibleBudget):
+        return error
+    smallest = (1 + _ALLOWANCE) * error.smallest_bytes + 2 * max(left_bytes, 0)
+    return InfeasibleBudget(
+        error.budget_bytes,
+        math.ceil(smallest),
+        error.lower_bound_bytes,
+        "memory_budget",
+    )
+
+
+def _counts(rows: int) -> list[int]:
+    """Numbers of parts: those that make equal ones, and the powers of two."""
+    powers = {2**k for k in range(rows.bit_length()) if 2**k <= rows}
+    return sorted({c for c in range(1, rows + 1) if rows % c == 0} | powers)
+
+
+def _in_parts(options: MemoryOptions, count: int) -> MemoryOptions:
+    parts = MicroBatches(count) if count > 1 else None
+    return dataclasses.replace(options, microbatches=parts)
+
+
+def _is_quicker(seconds: float, than_seconds: float) -> bool:
+    return seconds < (1 - _LEAST_GAIN) * than_seconds
+
+
+def _num_bytes(variables: list) -> int:
+    sizes = [tf.as_dtype(v.dtype).size for v in variables]
+    shapes = [math.prod(v.shape) for v in variables]
+    return sum(map(operator.mul, shapes, sizes))

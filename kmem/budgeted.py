@@ -1,0 +1,297 @@
+"""Trains within a memory budget, and adapts when a step does not keep it.
+
+A way to take a step is chosen for the first batch, and again for each that is
+larger in some dimension than those before. What a step changes is kept
+outside of the device until it is done: a step that runs out of memory is
+undone and taken again, in the same way first, for what took the memory may be
+gone, then in one that is chosen for less. One that was done, and needed more
+than the budget, makes the next ones use less. What this does not do: choose
+(autotune.py), or undo what a step does outside of the model.
+"""
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kmem import autotune
+from kmem import batches
+from kmem import capture
+from kmem import memory
+from kmem import pipeline
+from kmem.choices import MemoryReport
+from kmem.choices import describe
+from kmem.options import MemoryOptions
+from kmem.session import compiled_state
+from kmem.units import format_size
+
+_SESSIONS = "_kmem_budgeted"
+# How often a step is taken before it is given up, and by which share of the
+# budget each choice has to need less than one that ran out of memory.
+_MAX_ATTEMPTS = 6
+_STEP_SHARE = 0.1
+# What is given back takes memory as well, which may be short for a moment.
+_RESTORE_ATTEMPTS = 3
+
+
+@dataclasses.dataclass
+class _Bucket:
+    """How steps are taken with batches of some shapes, or smaller ones."""
+
+    batch: Any
+    way: autotune.Way
+    report: MemoryReport
+    # Between the steps.
+    expected_in_use_bytes: int
+    # Whether nothing that needs less is known.
+    is_least: bool = False
+
+
+class BudgetedSession:
+    """Runs a model's steps within `options.memory_budget`.
+
+    After the first choice, and after each adaptation, `model.memory_report`
+    tells what is done.
+
+    Args:
+        model: A compiled model.
+        options: The options.
+    """
+
+    def __init__(self, model: keras.Model, options: MemoryOptions):
+        self._model: Any = model
+        self._options = options
+        self._compiled = compiled_state(model)
+        self._budget = _budget_bytes(options)
+        self._verbose = 0
+        # What steps were seen to need beyond what was predicted.
+        self._less = 0
+        self._tests = True
+        self._buckets: list[_Bucket] = []
+        self._bucket: _Bucket | None = None
+        self._events: list[str] = []
+        self._plain_function: Any = None
+        self._function: Any = None
+
+    @classmethod
+    def of(
+        cls, model: keras.Model, options: MemoryOptions, verbose: int = 0
+    ) -> "BudgetedSession":
+        """The model's session under these options, from an earlier `fit` if
+        the model was not compiled again since, nor the device's limit set."""
+        sessions = vars(model).get(_SESSIONS, {})
+        session = sessions.get(options)
+        fresh = cls(model, options)
+        if session is None or (
+            session._compiled != fresh._compiled
+            or session._budget != fresh._budget
+        ):
+            session = fresh
+        session._verbose = verbose
+        object.__setattr__(model, _SESSIONS, {options: session})
+        return session
+
+    def prepare(self, batch, reserved_bytes: int) -> None:
+        """Chooses for `fit`, before its input pipeline runs beside.
+
+        Args:
+            batch: Its first batch, as `tf.TensorSpec`s.
+            reserved_bytes: What the device holds besides, and does not yet.
+        """
+        if self._covering(batch) is None:
+            self._choose(batch, reserved_bytes)
+
+    def install(self, test_step: bool = True, guard: bool = False) -> None:
+        """Gives the model a train function that keeps the budget.
+
+        Args:
+            test_step: Whether validation runs in mixed precision as well.
+            guard: Whether it takes itself off when it is called in a later
+                `fit`.
+        """
+        model = self._model
+        history = model.history if guard else None
+        self._tests = test_step
+        self._plain_function = model.train_function
+
+        def train(iterator: Iterator):
+            # Every `fit` has a history of its own.
+            if guard and model.history is not history:
+                self.remove()
+                model.make_train_function()
+                return model.train_function(iterator)
+            for _ in range(model.steps_per_execution):
+                logs = self._step(next(iterator))
+            return logs
+
+        self._function = model.train_function = train
+        if self._bucket is not None:
+            self._enter(self._bucket)
+
+    def trains(self) -> bool:
+        """Whether this session's function is on the model."""
+        function = self._function
+        return function is not None and self._model.train_function is function
+
+    def remove(self, failed: bool = False) -> None:
+        """Gives the model its own functions back. May be called twice."""
+        if self._bucket is not None:
+            self._bucket.way.session.remove(failed)
+        if self.trains():
+            self._model.train_function = self._plain_function
+        self._function = None
+
+    def end_group(self) -> None:
+        """A batch is a group."""
+
+    def _step(self, batch):
+        """Takes one step, in as many attempts as it needs."""
+        specs = batches.specs_of(batch)
+        # The pipeline is in memory, but for what it has to make ready again.
+        ready = pipeline.ready_bytes(specs)
+        bucket = self._covering(specs) or self._choose(specs, ready)
+        if bucket is not self._bucket:
+            self._enter(bucket)
+        message = ""
+        for attempt in range(_MAX_ATTEMPTS):
+            if attempt > 1:
+                less = int(_STEP_SHARE * self._budget)
+                bucket = self._with_less(bucket, less, message)
+            variables = bucket.way.session.state
+            state = capture.State(variables, self._model.metrics)
+            with memory.track() as usage:
+                logs, message = _run(bucket.way.step, batch)
+            if not message:
+                self._learn(bucket, usage.peak_bytes)
+                return logs
+            _restore(state)
+            way = describe(bucket.way.choice.options)
+            self._event(f"A step ran out of memory ({way}) and was undone.")
+        raise _given_up(message)
+
+    def _covering(self, batch) -> _Bucket | None:
+        """The one that was chosen for such batches, or larger ones."""
+        found = (b for b in self._buckets if batches.covers(b.batch, batch))
+        return next(found, None)
+
+    def _choose(self, batch, reserved_bytes: int) -> _Bucket:
+        way, report = autotune.choose(
+            self._model,
+            self._options,
+            batch,
+            # The device may have become smaller.
+            min(self._budget, memory.capacity()),
+            reserved_bytes + self._less,
+            self._verbose,
+        )
+        report = dataclasses.replace(report, budget_bytes=self._budget)
+        in_use = report.in_use_bytes + reserved_bytes
+        bucket = _Bucket(batch, way, report, in_use)
+        self._buckets.append(bucket)
+        self._show(bucket)
+        if self._verbose:
+            print(report.summary())
+        return bucket
+
+    def _with_less(self, bucket: _Bucket, less: int, message: str) -> _Bucket:
+        """Chooses anew for a bucket, so many bytes below what it had.
+
+        Raises:
+            tf.errors.ResourceExhaustedError: If there is no such way.
+        """
+        self._less += less
+        try:
+            ready = pipeline.ready_bytes(bucket.batch)
+            found = self._choose(bucket.batch, ready)
+        except (ValueError, tf.errors.ResourceExhaustedError) as error:
+            raise _given_up(message) from error
+        self._buckets.remove(bucket)
+        self._enter(found)
+        return found
+
+    def _enter(self, bucket: _Bucket) -> None:
+        """Trains, and validates, in a bucket's way from now on."""
+        if self._bucket is not None:
+            self._bucket.way.session.remove()
+        self._bucket = bucket
+        bucket.way.session.install(self._tests)
+        self._model.train_function = self._function
+        self._show(bucket)
+
+    def _learn(self, bucket: _Bucket, peak_bytes: int) -> None:
+        """Takes note of what a step needed."""
+        choice = bucket.report.chosen
+        if peak_bytes > (choice.measured_peak_bytes or 0):
+            choice = dataclasses.replace(choice, measured_peak_bytes=peak_bytes)
+            bucket.report = dataclasses.replace(bucket.report, chosen=choice)
+            self._show(bucket)
+        excess = peak_bytes - self._budget
+        if excess <= 0 or bucket.is_least:
+            return
+        self._event(
+            f"A step needed {format_size(peak_bytes)} ("
+            f"{describe(choice.options)}); the next ones take less."
+        )
+        # What others have taken meanwhile is seen when it is chosen anew.
+        taken = memory.current() - bucket.expected_in_use_bytes
+        try:
+            self._with_less(bucket, max(0, excess - max(0, taken)), "")
+        except tf.errors.ResourceExhaustedError:
+            bucket.is_least = True
+            self._event("Nothing that needs less is known.")
+
+    def _event(self, line: str) -> None:
+        self._events.append(line)
+        if self._bucket is not None:
+            self._show(self._bucket)
+        if self._verbose:
+            print(line)
+
+    def _show(self, bucket: _Bucket) -> None:
+        events = tuple(self._events)
+        bucket.report = dataclasses.replace(bucket.report, events=events)
+        # Not `setattr`: Keras would track it.
+        object.__setattr__(self._model, "memory_report", bucket.report)
+
+
+def _run(step, batch) -> tuple[Any, str]:
+    """Takes a step; returns its logs, and why it failed if it did."""
+    try:
+        logs = step(batch)
+        # Waits for a GPU.
+        keras.tree.map_structure(np.asarray, logs)
+    except tf.errors.ResourceExhaustedError as error:
+        # Without the error, whose frames hold tensors.
+        return None, error.message
+    return logs, ""
+
+
+def _restore(state: capture.State) -> None:
+    gc.collect()
+    for _ in range(_RESTORE_ATTEMPTS - 1):
+        try:
+            return state.restore()
+        except tf.errors.ResourceExhaustedError:
+            gc.collect()
+    state.restore()
+
+
+def _given_up(message: str) -> tf.errors.ResourceExhaustedError:
+    return tf.errors.ResourceExhaustedError(
+        None,
+        None,
+        "A step ran out of memory, in every way that is known to need less as "
+        "well. The model is as it was before the step: make the batch smaller "
+        f"or the budget larger. {message}",
+    )
+
+
+def _budget_bytes(options: MemoryOptions) -> int:
+    budget = options.memory_budget
+    if isinstance(budget, float):
+        return int(budget * memory.capacity())
+    return budget

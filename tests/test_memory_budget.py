@@ -1,0 +1,259 @@
+"""`memory_budget`: the step is taken in some way that fits, and undone if it
+does not fit after all."""
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import kmem
+
+pytestmark = pytest.mark.usefixtures("native_library")
+
+_ROWS = 32
+
+
+def _model(width=16, depth=6, rate=0.0):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((32, 32, 4))
+    x = inputs
+    for _ in range(depth):
+        x = layers.Conv2D(width, 3, padding="same", activation="tanh")(x)
+        x = layers.Dropout(rate)(x) if rate else x
+    x = layers.GlobalAveragePooling2D()(x)
+    model = keras.Model(inputs, layers.Dense(3)(x))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return kmem.wrap(model)
+
+
+def _data(rows=2 * _ROWS):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(rows, 32, 32, 4)).astype("float32")
+    return x, random.normal(size=(rows, 3)).astype("float32")
+
+
+class _Peaks(keras.callbacks.Callback):
+    """The device's peak in each step of `fit`."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._track = kmem.memory.track()
+        self._usage = self._track.__enter__()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.found.append(self._usage.peak_bytes)
+        self._track.__exit__(None, None, None)
+
+
+def _fit(model, callbacks=(), data=None, **options):
+    peaks = _Peaks()
+    x, y = data or _data()
+    history = model.fit(
+        x,
+        y,
+        batch_size=_ROWS,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[peaks, *callbacks],
+        **options,
+    )
+    return history.history["loss"], peaks.found
+
+
+def _weights(model):
+    return [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+
+
+def _assert_close(model, other, tolerance=1e-5):
+    for got, expected in zip(_weights(model), _weights(other), strict=True):
+        np.testing.assert_allclose(got, expected, tolerance, tolerance)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A model that was trained without a budget, and what its steps took of
+    the memory that earlier tests have left."""
+    model = _model()
+    before = kmem.memory.current()
+    _, peaks = _fit(model)
+    return model, max(peaks) - before
+
+
+def _budget(needed, share):
+    gc.collect()
+    return kmem.memory.current() + int(share * needed)
+
+
+def test_nothing_is_changed_when_a_step_fits_as_it_is(plain):
+    expected, needed = plain
+    model = _model()
+    budget = _budget(needed, 2)
+
+    _, peaks = _fit(model, memory_budget=budget)
+
+    report = model.memory_report
+    assert report.chosen.options == kmem.MemoryOptions()
+    assert report.plain.options == kmem.MemoryOptions()
+    assert max(peaks) <= budget
+    for got, value in zip(_weights(model), _weights(expected), strict=True):
+        np.testing.assert_array_equal(got, value)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.4])
+def test_a_budget_is_kept_with_the_same_numbers(plain, share):
+    expected, needed = plain
+    model = _model()
+    budget = _budget(needed, share)
+
+    _, peaks = _fit(model, memory_budget=budget)
+
+    report = model.memory_report
+    assert report.chosen.options.microbatches or report.chosen.options.remat
+    assert report.plain.predicted_peak_bytes > budget
+    assert max(peaks) <= budget
+    assert report.chosen.measured_peak_bytes <= budget
+    assert not report.events
+    _assert_close(model, expected)
+
+
+def test_an_impossible_budget_names_the_smallest_that_would_do(plain):
+    _, needed = plain
+    model = _model()
+    before = [v.numpy() for v in model.variables]
+
+    with pytest.raises(ValueError, match="smallest") as raised:
+        _fit(model, memory_budget=kmem.memory.current() + 1000)
+
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable, value)
+    smallest = raised.value.smallest_bytes
+    assert kmem.memory.current() < smallest < _budget(needed, 0.5)
+    _, peaks = _fit(model, memory_budget=smallest)
+    assert max(peaks) <= smallest
+
+
+class _Allocates(keras.callbacks.Callback):
+    """Takes memory before a step, and holds it."""
+
+    def __init__(self, step, num_bytes):
+        super().__init__()
+        self._step = step
+        self._bytes = num_bytes
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._step == 0:
+            self._held = tf.zeros([self._bytes // 4]) + 1
+        self._step -= 1
+
+
+def test_steps_take_less_when_something_else_takes_memory(plain):
+    expected, needed = plain
+    model = _model()
+    budget = _budget(needed, 0.8)
+    other = _Allocates(1, int(0.45 * needed))
+
+    _, peaks = _fit(model, [other], memory_budget=budget)
+
+    assert "needed" in model.memory_report.events[0]
+    assert peaks[1] > budget >= max(peaks[2:])
+    _assert_close(model, expected)
+
+
+class _Limits(keras.callbacks.Callback):
+    """Makes the device smaller before a step."""
+
+    def __init__(self, step, num_bytes):
+        super().__init__()
+        self._step = step
+        self._bytes = num_bytes
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._step == 0:
+            kmem.memory.limit(self._bytes, device="CPU")
+        self._step -= 1
+
+
+def test_a_step_that_ran_out_of_memory_is_taken_again_in_another_way(plain):
+    expected, needed = plain
+    model = _model()
+    limit = _budget(needed, 0.5)
+    budget = _budget(needed, 2)
+
+    _, peaks = _fit(model, [_Limits(2, limit)], memory_budget=budget)
+
+    events = model.memory_report.events
+    assert len(events) >= 2
+    assert all("ran out of memory" in event for event in events)
+    assert peaks[-1] <= limit
+    assert model.optimizer.iterations == 4
+    _assert_close(model, expected)
+
+
+class Fails(layers.Layer):
+    """Runs out of memory once when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.fails = False
+
+    def _check(self):
+        if self.fails:
+            self.fails = False
+            raise MemoryError("for a moment")
+
+    def call(self, x):
+        with tf.control_dependencies([tf.py_function(self._check, [], [])]):
+            return tf.identity(x)
+
+
+class _Tells(keras.callbacks.Callback):
+    def __init__(self, layer, steps):
+        super().__init__()
+        self._layer = layer
+        self._steps = steps
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._layer.fails = batch in self._steps
+
+
+def test_a_step_that_failed_for_a_moment_is_taken_again_as_it_was():
+    def trained(steps):
+        keras.utils.set_random_seed(0)
+        fails = Fails()
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.Dense(8),
+                layers.BatchNormalization(),
+                layers.Dropout(0.5),
+                fails,
+                layers.Dense(1),
+            ]
+        )
+        model.compile("adam", "mse", metrics=["mae"])
+        x = np.random.default_rng(0).normal(size=(32, 4))
+        history = kmem.wrap(model).fit(
+            x,
+            x[:, :1],
+            batch_size=8,
+            epochs=2,
+            verbose=0,
+            callbacks=[_Tells(fails, steps)],
+            memory_budget="1GB",
+        )
+        return model, history.history
+
+    model, history = trained([0, 2, 3])
+    expected, expected_history = trained([])
+
+    assert len(model.memory_report.events) == 6
+    assert history == expected_history
+    for got, value in zip(_weights(model), _weights(expected), strict=True):
+        np.testing.assert_array_equal(got, value)
