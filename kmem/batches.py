@@ -167,7 +167,7 @@ def _numbers(spec) -> tf.Tensor | None:
         return None
     if spec.dtype.is_floating:
         # The same in all processes, and none that a user's seed would give.
-        numbers = tf.random.stateless_uniform(spec.shape.as_list(), [0, 0])
+        numbers = tf.random.stateless_uniform(spec.shape.as_list(), (0, 0))
         return tf.cast(numbers, spec.dtype)
     return tf.zeros(spec.shape, spec.dtype)
 

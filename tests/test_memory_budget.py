@@ -257,3 +257,81 @@ def test_a_step_that_failed_for_a_moment_is_taken_again_as_it_was():
     assert history == expected_history
     for got, value in zip(_weights(model), _weights(expected), strict=True):
         np.testing.assert_array_equal(got, value)
+
+
+def test_a_callback_chooses_when_the_first_batch_comes(plain):
+    expected, needed = plain
+    model = _model()
+    memory = kmem.callbacks.MemoryOptions(memory_budget=_budget(needed, 0.8))
+    train_function = model.train_function
+
+    _, peaks = _fit(model, [memory])
+
+    assert model.memory_report.chosen.options.microbatches
+    assert max(peaks[1:]) <= memory.options.memory_budget
+    assert model.train_function is not train_function
+    _assert_close(model, expected)
+
+
+def test_longer_batches_are_chosen_for_and_shorter_ones_are_not():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((None, 8))
+    x = inputs
+    for _ in range(4):
+        x = layers.Dense(64, activation="tanh")(x)
+    x = layers.GlobalAveragePooling1D()(x)
+    model = kmem.wrap(keras.Model(inputs, layers.Dense(1)(x)))
+    model.compile("sgd", "mse")
+    lengths = [64, 32, 128, 16]
+    batches = [
+        (tf.ones((16, length, 8)), tf.ones((16, 1))) for length in lengths
+    ]
+    spec = (tf.TensorSpec([16, None, 8]), tf.TensorSpec([16, 1]))
+    data = tf.data.Dataset.from_generator(
+        lambda: iter(batches), output_signature=spec
+    )
+    reports = []
+
+    class Notes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            reports.append(model.memory_report.plain.predicted_peak_bytes)
+
+    model.fit(
+        data, shuffle=False, verbose=0, callbacks=[Notes()], memory_budget="1GB"
+    )
+
+    assert reports[0] == reports[1] < reports[2]
+    assert reports[2:] == [max(reports)] * 2
+
+
+def test_half_precision_is_chosen_only_where_it_is_allowed(plain):
+    _, needed = plain
+    model = _model()
+    budget = _budget(needed, 0.7)
+
+    _, peaks = _fit(model, memory_budget=budget, allow=("mixed_precision",))
+
+    report = model.memory_report
+    tried = [report.chosen, *report.alternatives]
+    assert any(choice.options.mixed_precision for choice in tried)
+    assert max(peaks) <= budget
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"remat": "auto"}, "`memory_budget` and `remat` exclude each other"),
+        ({"dtr": True}, "exclude each other"),
+        ({"sharding": "full"}, "exclude each other"),
+        ({"gradient_accumulation_steps": 2}, "exclude each other"),
+        ({"allow": ("sharding",)}, "`allow` must be one of"),
+    ],
+)
+def test_what_is_chosen_cannot_be_given_as_well(options, message):
+    with pytest.raises(ValueError, match=message):
+        kmem.MemoryOptions(memory_budget="1GB", **options)
+
+
+def test_nothing_can_be_allowed_without_a_budget():
+    with pytest.raises(ValueError, match="must come with `memory_budget`"):
+        kmem.MemoryOptions(allow="mixed_precision", microbatches=2)
