@@ -271,7 +271,6 @@ def _run(step, batch) -> tuple[Any, str]:
 
 
 def _restore(state: capture.State) -> None:
-    gc.collect()
     for _ in range(_RESTORE_ATTEMPTS - 1):
         try:
             return state.restore()

@@ -10,19 +10,19 @@ import tensorflow as tf
 from keras import layers
 
 import kmem
+from kmem import capture
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
 _ROWS = 32
 
 
-def _model(width=16, depth=6, rate=0.0):
+def _model():
     keras.utils.set_random_seed(0)
     inputs = keras.Input((32, 32, 4))
     x = inputs
-    for _ in range(depth):
-        x = layers.Conv2D(width, 3, padding="same", activation="tanh")(x)
-        x = layers.Dropout(rate)(x) if rate else x
+    for _ in range(4):
+        x = layers.Conv2D(16, 3, padding="same", activation="tanh")(x)
     x = layers.GlobalAveragePooling2D()(x)
     model = keras.Model(inputs, layers.Dense(3)(x))
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
@@ -183,7 +183,7 @@ class _Limits(keras.callbacks.Callback):
 def test_a_step_that_ran_out_of_memory_is_taken_again_in_another_way(plain):
     expected, needed = plain
     model = _model()
-    limit = _budget(needed, 0.5)
+    limit = _budget(needed, 0.7)
     budget = _budget(needed, 2)
 
     _, peaks = _fit(model, [_Limits(2, limit)], memory_budget=budget)
@@ -224,7 +224,7 @@ class _Tells(keras.callbacks.Callback):
 
 
 def test_a_step_that_failed_for_a_moment_is_taken_again_as_it_was():
-    def trained(steps):
+    def trained(steps, **options):
         keras.utils.set_random_seed(0)
         fails = Fails()
         model = keras.Sequential(
@@ -246,14 +246,89 @@ def test_a_step_that_failed_for_a_moment_is_taken_again_as_it_was():
             epochs=2,
             verbose=0,
             callbacks=[_Tells(fails, steps)],
-            memory_budget="1GB",
+            **options,
         )
         return model, history.history
 
-    model, history = trained([0, 2, 3])
+    model, history = trained([0, 2, 3], memory_budget="1GB")
     expected, expected_history = trained([])
 
     assert len(model.memory_report.events) == 6
+    assert history == expected_history
+    for got, value in zip(_weights(model), _weights(expected), strict=True):
+        np.testing.assert_array_equal(got, value)
+
+
+class _Squeezes(keras.callbacks.Callback):
+    """Leaves each step a random part of the memory that it needs, until it is
+    undone or done."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self._random = np.random.default_rng(0)
+        self._needed = 0
+        squeezes = self
+
+        class State(capture.State):
+            def __init__(self, variables, metrics):
+                super().__init__(variables, metrics)
+                squeezes.begin()
+
+            def restore(self):
+                kmem.memory.limit(None, device="CPU")
+                super().restore()
+
+        monkeypatch.setattr(capture, "State", State)
+        self._fails = True
+
+    def begin(self):
+        if self._needed and self._fails:
+            room = int(self._random.uniform(0.05, 0.8) * self._needed)
+            limit = kmem.memory.current() + room
+            kmem.memory.limit(limit, device="CPU")
+        # Not the second attempt.
+        self._fails = not self._fails
+
+    def on_train_batch_end(self, batch, logs=None):
+        kmem.memory.limit(None, device="CPU")
+        self._fails = True
+        report = self.model.memory_report
+        self._needed = report.chosen.measured_peak_bytes - report.in_use_bytes
+
+
+@pytest.mark.slow
+def test_steps_that_fail_at_random_allocations_leave_no_trace(monkeypatch):
+    def trained(callbacks, **options):
+        keras.utils.set_random_seed(0)
+        dense = [layers.Dense(64, activation="tanh") for _ in range(3)]
+        model = keras.Sequential(
+            [
+                keras.Input((32,)),
+                *dense,
+                layers.BatchNormalization(),
+                layers.Dropout(0.5),
+                layers.Dense(1),
+            ]
+        )
+        model.compile("adam", "mse", metrics=["mae"])
+        x = np.random.default_rng(0).normal(size=(64 * 75, 32))
+        # Nothing is made ready beside a step, which could fail as well.
+        data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(64)
+        history = kmem.wrap(model).fit(
+            data,
+            shuffle=False,
+            epochs=4,
+            verbose=0,
+            callbacks=callbacks,
+            **options,
+        )
+        return model, history.history
+
+    expected, expected_history = trained([])
+    squeezes = _Squeezes(monkeypatch)
+    model, history = trained([squeezes], memory_budget="1GB")
+
+    assert len(model.memory_report.events) >= 200
     assert history == expected_history
     for got, value in zip(_weights(model), _weights(expected), strict=True):
         np.testing.assert_array_equal(got, value)
@@ -289,7 +364,7 @@ def test_longer_batches_are_chosen_for_and_shorter_ones_are_not():
     spec = (tf.TensorSpec([16, None, 8]), tf.TensorSpec([16, 1]))
     data = tf.data.Dataset.from_generator(
         lambda: iter(batches), output_signature=spec
-    )
+    ).apply(tf.data.experimental.assert_cardinality(len(batches)))
     reports = []
 
     class Notes(keras.callbacks.Callback):
@@ -301,7 +376,7 @@ def test_longer_batches_are_chosen_for_and_shorter_ones_are_not():
     )
 
     assert reports[0] == reports[1] < reports[2]
-    assert reports[2:] == [max(reports)] * 2
+    assert reports[3] == reports[0]
 
 
 def test_half_precision_is_chosen_only_where_it_is_allowed(plain):
