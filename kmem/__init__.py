@@ -25,6 +25,7 @@ from kmem.options import Remat as Remat  # noqa: E402
 from kmem.options import Sharding as Sharding  # noqa: E402
 from kmem.planner import plan as plan  # noqa: E402
 from kmem.planning.plan import Plan as Plan  # noqa: E402
+from kmem.reporting import report as report  # noqa: E402
 from kmem.sharding.strategy import ShardedStrategy as ShardedStrategy  # noqa: E402
 from kmem.sweeper import sweep as sweep  # noqa: E402
 from kmem.trainer import Model as Model  # noqa: E402

@@ -27,6 +27,10 @@ _MODULES = {
         "kmem.plan_command",
         "Plan what a saved model's training step recomputes.",
     ),
+    "report": (
+        "kmem.report_command",
+        "Choose options for a saved model and a budget, and draw why.",
+    ),
     "simulate": (
         "kmem.simulate_command",
         "Simulate DTR on a recorded step, under a budget.",
@@ -115,8 +119,6 @@ def _build(args: argparse.Namespace) -> int:
     from kmem import native
 
     was_built = native.find_library() is not None
-    if args.force or not was_built:
-        print("compiling, for about a minute ...", file=sys.stderr, flush=True)
     path = native.build(force=args.force)
     print("already built:" if was_built and not args.force else "built:", path)
     return 0

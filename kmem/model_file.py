@@ -1,6 +1,7 @@
 """A model from a file, and what it trains on: for commands."""
 
 import argparse
+import warnings
 from typing import Any
 
 import keras
@@ -33,13 +34,16 @@ def load(args: argparse.Namespace) -> tuple[keras.Model, Any]:
             the batch's shape cannot be told.
     """
     try:
-        model: Any = keras.saving.load_model(args.model)
+        with warnings.catch_warnings():
+            # One that has not trained has no variables to be loaded.
+            warnings.filterwarnings("ignore", "Skipping variable loading")
+            model: Any = keras.saving.load_model(args.model)
     except Exception as error:  # Whatever the file leads Keras to.
-        first_line = str(error).strip().partition("\n")[0]
+        first_sentence = str(error).strip().partition("\n")[0].split(". ")[0]
         raise ValueError(
             "A model's file must be one that `model.save` wrote and Keras can "
             "load by itself; from Python, one with code of your own will do "
-            f"as well. Received: {args.model} ({first_line})"
+            f"as well. Received: {args.model} ({first_sentence})"
         ) from error
     return model, _batch(model, args.batch)
 

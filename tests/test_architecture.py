@@ -61,7 +61,8 @@ LAYERS = (
         "callbacks",
     },
     {
-        "report",
+        "reporting",
+        "report_command",
         "arguments",
         "demo",
         "model_file",

@@ -80,14 +80,18 @@ def _title(plan: Any) -> str:
 
 def _draw_memory(axes: "Axes", plan: Any) -> None:
     graph = plan.network.graph
-    base_bytes = plan.resident_bytes + graph.constant_bytes
+    # Less than none where operations need more one by one than together.
+    base_bytes = max(0, plan.resident_bytes + graph.constant_bytes)
     highest = plan.unplanned_peak_bytes
     scale, unit = (1e9, "GB") if highest >= 1e10 else (1e6, "MB")
     base = base_bytes / scale
     top = 1.2 * highest / scale
     budget = (plan.budget_bytes or 0) / scale
 
-    def curve(simulation: "Simulation", schedule, color: str, label: str):
+    def curve(
+        simulation: "Simulation", schedule, color: str, label: str, side: int
+    ):
+        """Draws a curve, with its peak above (1) or below (-1) it."""
         seconds = [graph.operations[index].seconds for index in schedule]
         edges = np.cumsum([0.0, *seconds])
         in_use = np.array(simulation.step_bytes) + plan.resident_bytes
@@ -105,13 +109,14 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
         x, y = float(edges[step : step + 2].mean()), heights[step]
         axes.plot(x, y, "o", color=color, zorder=4)
         # Above the budget's line, if that is in the way.
-        in_the_way = y <= budget < y + 0.08 * top
+        in_the_way = side > 0 and y <= budget < y + 0.08 * top
         axes.annotate(
             format_size(in_use[step]),
             (x, budget if in_the_way else y),
-            xytext=(0, 7),
+            xytext=(0, 7 * side),
             textcoords="offset points",
             ha=_alignment(x / edges[-1]),
+            va="bottom" if side > 0 else "top",
             color=color,
             fontweight="bold",
         )
@@ -128,9 +133,10 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
             label=label,
         )
 
-    curve(plan.unplanned, graph.program, drawing.GREY, "everything kept")
+    curve(plan.unplanned, graph.program, drawing.GREY, "everything kept", 1)
+    # Below, as the two peaks may be close.
     heights, edges = curve(
-        plan.simulation, plan.schedule, drawing.BLUE, "the plan"
+        plan.simulation, plan.schedule, drawing.BLUE, "the plan", -1
     )
     again = _runs_again(plan.schedule)
     fill(np.where(again, np.nan, heights), edges, _LIGHT_BLUE)

@@ -1,0 +1,113 @@
+"""A page and pictures of what `fit(memory_budget=...)` chose, and from what."""
+
+import io
+import os
+import pathlib
+from typing import Any
+
+import keras
+
+from kmem import batches
+from kmem.choices import MemoryReport
+from kmem.keras_graph import profiling
+from kmem.planning import picture
+from kmem.reporting import page
+from kmem.reporting import pictures
+from kmem.reporting import steps
+from kmem.reporting import tensorboard
+from kmem.session import option_precision
+
+
+def report(
+    model: keras.Model,
+    path: str | os.PathLike,
+    batch: Any = None,
+    log_dir: str | os.PathLike | None = None,
+) -> None:
+    """Draws what a model's training took, and what it could have taken.
+
+    The page shows the memory over a step before and after, what the bytes are,
+    all options that were tried with their times and peaks, and the plan. It
+    needs no network, and each of its pictures lies beside it as a PNG.
+
+    Args:
+        model: A model that was trained with `fit(memory_budget=...)`, which
+            leaves its `model.memory_report`.
+        path: Where to write the page, such as `"report.html"`. The pictures
+            are `report_step.png` and the like.
+        batch: One of the batches, as for `kmem.profile`, to draw the step of
+            a choice without a plan, which no plan tells.
+        log_dir: A folder of TensorBoard's, to have the pictures there as well.
+
+    Raises:
+        ValueError: If the model has no report.
+        ImportError: If matplotlib is missing.
+        OSError: If the files cannot be written.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+
+    import kmem
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = np.zeros((64, 8)), np.zeros((64, 1))
+    kmem.wrap(model).fit(x, y, memory_budget="1GB", verbose=0)
+    kmem.report(model, "report.html")
+    ```
+    """
+    found = getattr(model, "memory_report", None)
+    if not isinstance(found, MemoryReport):
+        raise ValueError(
+            "`model` must have been trained with `fit(memory_budget=...)`, "
+            "which leaves what is drawn here in `model.memory_report`. "
+            f"Received: model={model.name}, memory_report={found!r}"
+        )
+    path = pathlib.Path(path)
+    graphs = steps.known_graphs(found)
+    if batch is not None:
+        graphs = _profiled(model, found, batches.specs_of(batch)) | graphs
+    drawn = _draw(found, graphs)
+    for name, (_, png) in drawn.items():
+        path.with_name(f"{path.stem}_{name}.png").write_bytes(png)
+    by_title = dict(drawn.values())
+    path.write_text(page.write(found, model.name, by_title), encoding="utf-8")
+    if log_dir is not None:
+        by_name = {name: png for name, (_, png) in drawn.items()}
+        tensorboard.write_images(by_name, log_dir)
+
+
+def _profiled(model, found: MemoryReport, batch) -> pictures.Graphs:
+    """The steps of the plain and the chosen options."""
+    graphs = {}
+    for choice in (found.plain, found.chosen):
+        options = steps.without_plan(choice)
+        count = options.microbatches.count if options.microbatches else 1
+        part = batches.part_of(batch, count)
+        with option_precision(model, options):
+            profile = profiling.profile(model, part, costs="flops")
+        graphs[options] = profile.network.graph
+    return graphs
+
+
+def _draw(
+    found: MemoryReport, graphs: pictures.Graphs
+) -> dict[str, tuple[str, bytes]]:
+    """Each picture's name, with its title and itself as PNG."""
+    plan = steps.plan_of(found.chosen)
+    figures = {
+        "step": ("Memory over the step", pictures.draw_step(found, graphs)),
+        "bytes": ("Where the bytes are", pictures.draw_bytes(found, graphs)),
+        "choices": ("What was tried", pictures.draw_choices(found)),
+        "plan": ("The plan", picture.figure(plan) if plan else None),
+    }
+    drawn = {}
+    for name, (title, figure) in figures.items():
+        if figure is not None:
+            file = io.BytesIO()
+            figure.savefig(file, format="png", dpi=150)
+            drawn[name] = title, file.getvalue()
+    return drawn

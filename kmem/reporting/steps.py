@@ -1,0 +1,169 @@
+"""The training step behind a choice: what is in memory when, and what it is.
+
+A choice with a plan is the plan's step, replayed. One without a plan keeps
+everything: its step is told by the plan of another choice that differs from it
+in nothing else, or by a profile. With micro-batches the same step runs once for
+each part.
+
+What it does not do: measure. The step is shifted so that its peak is the one
+that was predicted for the choice; what a drawing does not know of, such as the
+batch and the sums of gradients, is in memory all the time.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from kmem.choices import Choice
+from kmem.choices import MemoryReport
+from kmem.options import MemoryOptions
+from kmem.planning.graph import Graph
+from kmem.planning.plan import Plan
+from kmem.planning.simulate import simulate
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A choice's step, operation by operation.
+
+    Attributes:
+        choice: The choice.
+        graph: The operations, of one part of the batch.
+        schedule: The order in which they run.
+    """
+
+    choice: Choice
+    graph: Graph
+    schedule: tuple[int, ...]
+
+    @functools.cached_property
+    def _step_bytes(self) -> np.ndarray:
+        return np.array(simulate(self.graph, self.schedule).step_bytes)
+
+    def curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Memory over the step.
+
+        Returns:
+            The seconds at which operations begin and end, and the bytes that
+            are in use during each of them.
+        """
+        operations = self.graph.operations
+        parts = self.choice.options.microbatches
+        count = parts.count if parts else 1
+        seconds = [operations[index].seconds for index in self.schedule]
+        edges = np.cumsum([0.0, *seconds * count])
+        # The update, and what else is no operation of the model.
+        edges *= self.choice.predicted_seconds / (edges[-1] or 1.0)
+        beyond = self.choice.predicted_peak_bytes - self._step_bytes.max()
+        in_use = np.maximum(self._step_bytes + beyond, 0)
+        return edges, np.tile(in_use, count)
+
+    def at_peak(self) -> dict[str, int]:
+        """What is in memory at the peak, besides what always is."""
+        peak = int(np.argmax(self._step_bytes))
+        without_gradients = dataclasses.replace(
+            self.graph,
+            tensor_bytes=tuple(
+                0 if tensor in self.graph.results else num_bytes
+                for tensor, num_bytes in enumerate(self.graph.tensor_bytes)
+            ),
+        )
+        without_workspace = dataclasses.replace(
+            self.graph,
+            operations=tuple(
+                dataclasses.replace(operation, workspace_bytes=0)
+                for operation in self.graph.operations
+            ),
+        )
+        total = int(self._step_bytes[peak])
+        gradients, workspace = (
+            total - simulate(graph, self.schedule).step_bytes[peak]
+            for graph in (without_gradients, without_workspace)
+        )
+        constant = self.graph.constant_bytes
+        return {
+            "gradients": gradients,
+            "activations": total - constant - gradients - workspace,
+            "workspace": workspace,
+        }
+
+
+def all_choices(report: MemoryReport) -> list[Choice]:
+    """The chosen one, the others from the best on, and the plain one."""
+    others = [c for c in report.alternatives if c != report.plain]
+    return list(dict.fromkeys([report.chosen, *others, report.plain]))
+
+
+def plan_of(choice: Choice) -> Plan | None:
+    """The plan that a choice follows, if it follows one."""
+    remat = choice.options.remat
+    plan: Any = remat.plan if remat else None
+    return plan if isinstance(plan, Plan) else None
+
+
+def without_plan(choice: Choice) -> MemoryOptions:
+    """A choice's options, but for what is recomputed."""
+    return dataclasses.replace(choice.options, remat=None)
+
+
+def known_graphs(report: MemoryReport) -> dict[MemoryOptions, Graph]:
+    """The operations of the steps that plans tell, by `without_plan`."""
+    graphs = {}
+    for choice in all_choices(report):
+        plan = plan_of(choice)
+        if plan is not None:
+            graphs[without_plan(choice)] = plan.network.graph
+    return graphs
+
+
+def step_of(choice: Choice, graphs: dict[MemoryOptions, Graph]) -> Step | None:
+    """A choice's step, if its operations are known."""
+    plan = plan_of(choice)
+    if plan is not None:
+        return Step(choice, plan.network.graph, plan.schedule)
+    graph = graphs.get(without_plan(choice))
+    return Step(choice, graph, graph.program) if graph else None
+
+
+def kinds_of_bytes(
+    report: MemoryReport, choice: Choice, graphs: dict[MemoryOptions, Graph]
+) -> dict[str, int]:
+    """What a choice's peak consists of; the sum is the predicted peak."""
+    step = step_of(choice, graphs)
+    kinds = {
+        "parameters": report.parameter_bytes,
+        "optimizer": report.optimizer_bytes,
+    }
+    peak = choice.predicted_peak_bytes
+    if step is not None:
+        kinds |= step.at_peak()
+    else:
+        during = "gradients, activations, workspace"
+        kinds[during] = max(0, peak - report.in_use_bytes)
+    others = peak - sum(kinds.values())
+    if step is not None and others < 0:
+        # Operations were measured one by one, the peak with all of them.
+        kinds["workspace"] += others
+    kinds["batch and others"] = others
+    return {name: size for name, size in kinds.items() if size > 0}
+
+
+def fastest_for_their_peak(choices: list[Choice]) -> list[Choice]:
+    """The Pareto front, from the smallest peak on: none of the others takes
+    both less memory and less time."""
+    front: list[Choice] = []
+    by_peak = sorted(
+        choices, key=lambda c: (c.predicted_peak_bytes, c.predicted_seconds)
+    )
+    for choice in by_peak:
+        quickest = front[-1].predicted_seconds if front else np.inf
+        if choice.predicted_seconds < quickest:
+            front.append(choice)
+    return front
+
+
+def is_plain(report: MemoryReport) -> bool:
+    """Whether nothing was chosen: the step fits as it is."""
+    return report.chosen.options == report.plain.options

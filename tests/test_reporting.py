@@ -1,0 +1,245 @@
+"""`kmem.report`: what it says of a step, and that its page stands alone."""
+
+import dataclasses
+import re
+import shutil
+import subprocess
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kmem
+from kmem.choices import Choice
+from kmem.choices import MemoryReport
+from kmem.options import MemoryOptions
+from kmem.planning.network import Network
+from kmem.planning.network import Segment
+from kmem.planning.network import Stage
+from kmem.planning.plan import Plan
+from kmem.reporting import pictures
+from kmem.reporting import steps
+
+MB = 1_000_000
+# Six layers: each makes 10 MB and keeps it, needs 2 MB of workspace in its
+# backward pass, has 1 MB of parameters, and takes 1 ms and 2 ms.
+NETWORK = Network(
+    stages=tuple(
+        Stage(
+            name=f"layer_{index}",
+            inputs=(index,),
+            outputs=(index + 1,),
+            kept=(index + 1,),
+            gradients=(index,) if index else (),
+            gradient_bytes=MB,
+            forward_seconds=1e-3,
+            backward_seconds=2e-3,
+            backward_workspace_bytes=2 * MB,
+        )
+        for index in range(6)
+    ),
+    value_bytes=(10 * MB,) * 7,
+    inputs=frozenset({0}),
+)
+PLAN = Plan(
+    network=NETWORK,
+    segments=(Segment(0, 3),),
+    batch="[]",
+    mode="graph",
+    solver="optimal",
+    budget_bytes=70 * MB,
+    resident_bytes=20 * MB,
+    lower_bound_seconds=0.018,
+)
+PLAIN = Choice(MemoryOptions(), 110 * MB, 0.020)
+PLANNED = Choice(
+    MemoryOptions(remat=PLAN), PLAN.predicted_peak_bytes, 0.023, 75 * MB
+)
+PARTS = Choice(MemoryOptions(microbatches=2), 68 * MB, 0.030)
+BOTH = Choice(MemoryOptions(microbatches=4, remat=PLAN), 73 * MB, 0.040)
+REPORT = MemoryReport(
+    budget_bytes=100 * MB,
+    plain=PLAIN,
+    chosen=PLANNED,
+    alternatives=(PARTS, BOTH),
+    parameter_bytes=6 * MB,
+    optimizer_bytes=12 * MB,
+    in_use_bytes=19 * MB,
+    events=("step 7: out of memory, and planned anew for 90 MB",),
+)
+GRAPHS = steps.known_graphs(REPORT)
+
+
+@pytest.fixture
+def model():
+    made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    made.name = "a<b"
+    made.memory_report = REPORT
+    return made
+
+
+def test_the_bytes_at_a_peak_are_those_of_its_operations():
+    step = steps.step_of(PLAIN, GRAPHS)
+    # When the backward pass of the last layer but one runs: five values, the
+    # gradients of two, and those of two layers' parameters.
+    assert step.at_peak() == {
+        "gradients": 2 * MB,
+        "activations": 70 * MB,
+        "workspace": 2 * MB,
+    }
+
+
+@pytest.mark.parametrize("choice", [PLAIN, PLANNED, PARTS, BOTH])
+def test_the_kinds_of_bytes_add_up_to_the_peak(choice):
+    kinds = steps.kinds_of_bytes(REPORT, choice, GRAPHS)
+    assert sum(kinds.values()) == choice.predicted_peak_bytes
+    assert kinds["parameters"] == 6 * MB
+    assert ("workspace" in kinds) == (choice != PARTS)
+
+
+def test_a_curve_has_the_peak_and_the_time_that_were_predicted():
+    for choice, count in ((PLANNED, 1), (BOTH, 4)):
+        seconds, in_use = steps.step_of(choice, GRAPHS).curve()
+        assert in_use.max() == choice.predicted_peak_bytes
+        assert seconds[-1] == pytest.approx(choice.predicted_seconds)
+        assert len(in_use) == count * len(PLAN.schedule)
+
+
+def test_a_step_without_a_plan_is_told_by_another_choices_plan():
+    step = steps.step_of(PLAIN, GRAPHS)
+    assert step.schedule == NETWORK.graph.program
+    assert steps.step_of(PARTS, GRAPHS) is None
+
+
+def test_the_front_is_what_no_other_choice_beats():
+    rng = np.random.default_rng(0)
+    choices = [
+        Choice(MemoryOptions(), int(peak), float(seconds))
+        for peak, seconds in rng.integers(1, 30, (40, 2))
+    ]
+
+    def beats(one, other):
+        return (
+            one.predicted_peak_bytes <= other.predicted_peak_bytes
+            and one.predicted_seconds <= other.predicted_seconds
+            and one != other
+        )
+
+    best = {c for c in choices if not any(beats(d, c) for d in choices)}
+    front = steps.fastest_for_their_peak(choices)
+    assert set(front) == best and len(front) == len(best)
+
+
+def test_the_page_stands_alone_with_its_pictures_beside_it(model, tmp_path):
+    kmem.report(model, tmp_path / "report.html")
+    names = {path.name for path in tmp_path.iterdir()}
+    kinds = ("bytes", "choices", "plan", "step")
+    assert names == {"report.html", *(f"report_{kind}.png" for kind in kinds)}
+
+    page = (tmp_path / "report.html").read_text()
+    assert "<title>kmem: a&lt;b</title>" in page
+    assert "//" not in re.sub('src="[^"]+"', "", page)
+    images = re.findall('src="([^"]+)"', page)
+    assert len(images) == 4
+    assert all(image.startswith("data:image/png;base64,") for image in images)
+
+
+def test_the_page_tells_what_was_chosen_and_what_happened(model, tmp_path):
+    kmem.report(model, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    peak = kmem.units.format_size(PLANNED.predicted_peak_bytes)
+    assert f"takes {peak} instead of 110.00 MB" in page
+    assert "within a budget of 100.00 MB, for 1.15x the time" in page
+    assert "The peak that was measured: 75.00 MB." in page
+    assert '<td class="over">110.00 MB</td>' in page
+    assert REPORT.events[0] in page
+    assert "layer_0 ... layer_2" in page
+
+
+def test_a_model_that_fits_as_it_is_has_a_page_too(model, tmp_path):
+    model.memory_report = dataclasses.replace(
+        REPORT, chosen=PLAIN, alternatives=(), events=()
+    )
+    kmem.report(model, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "takes 110.00 MB, and fits in 100.00 MB as it is" in page
+    assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+def test_a_curve_is_drawn_only_where_a_step_is_known():
+    without = dataclasses.replace(REPORT, chosen=PARTS, alternatives=(PARTS,))
+    assert pictures.draw_step(without, {}) is None
+    (axes,) = pictures.draw_step(REPORT, GRAPHS).axes
+    labels = [text.get_text() for text in axes.get_legend().texts]
+    assert labels[:2] == ["plain: 110.00 MB", "remat: 86.00 MB"]
+
+
+def test_a_batch_tells_the_step_of_a_choice_without_a_plan(model, tmp_path):
+    model.name = "model"
+    model.memory_report = dataclasses.replace(
+        REPORT, chosen=PARTS, alternatives=()
+    )
+    kmem.report(model, tmp_path / "report.html", np.zeros((8, 2), "float32"))
+    names = {path.name for path in tmp_path.glob("*.png")}
+    kinds = ("bytes", "choices", "step")
+    assert names == {f"report_{kind}.png" for kind in kinds}
+
+
+def test_tensorboard_has_the_pictures(model, tmp_path):
+    log_dir = tmp_path / "logs"
+    kmem.report(model, tmp_path / "report.html", log_dir=log_dir)
+    (path,) = log_dir.iterdir()
+    images = {}
+    for record in tf.data.TFRecordDataset(str(path)):
+        event = tf.compat.v1.Event.FromString(record.numpy())
+        for value in event.summary.value:
+            assert value.metadata.plugin_data.plugin_name == "images"
+            images[value.tag] = tf.make_ndarray(value.tensor)
+    kinds = ("bytes", "choices", "plan", "step")
+    assert set(images) == {f"memory/{kind}" for kind in kinds}
+    for kind in kinds:
+        width, height, png = images[f"memory/{kind}"]
+        shape = tf.io.decode_png(png).shape
+        assert (int(height), int(width)) == tuple(shape[:2])
+        assert png == (tmp_path / f"report_{kind}.png").read_bytes()
+
+
+def test_a_model_without_a_report_is_refused(tmp_path):
+    made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match=r"trained with `fit\(memory_budget="):
+        kmem.report(made, tmp_path / "report.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def browser():
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser() is None, reason="needs chromium")
+def test_a_browser_shows_the_page(model, tmp_path):
+    page, shot = tmp_path / "report.html", tmp_path / "shot.png"
+    kmem.report(model, page)
+    # A heading that a script writes if all pictures have been decoded.
+    probe = (
+        "<script>onload = () => {document.title = [...document.images].every("
+        "i => i.naturalWidth > 500) ? 'all shown' : 'missing'}</script>"
+    )
+    page.write_text(page.read_text() + probe)
+    found = subprocess.run(
+        [
+            *(browser(), "--headless", "--no-sandbox", "--disable-gpu"),
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            *("--window-size=1000,3600", f"--screenshot={shot}"),
+            "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "<title>all shown</title>" in found.stdout
