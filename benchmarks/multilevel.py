@@ -140,7 +140,7 @@ def file_of(folder, method, way):
     return pathlib.Path(folder, f"{method} {way}.npy")
 
 
-def rows(method, settings, num_steps):
+def rows(method, ways, settings, num_steps):
     """Gives the lines of the table for a way to pass gradients."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = json.dumps(settings), folder
@@ -155,7 +155,7 @@ def rows(method, settings, num_steps):
                 return
             peak = max(a["peak_bytes"] for a in baseline.answers[1:])
             yield row(method, BASELINE, baseline.answers, None, peak, folder)
-            for way in (SINGLE, *ROWS):
+            for way in ways:
                 with Process(train, method, way, *arguments) as process:
                     # The first step is tracing, for the most part.
                     result, turns = process.ask(), []
@@ -223,9 +223,12 @@ def main():
     parser.add_argument(
         "--methods", nargs="+", default=list(METHODS), choices=METHODS
     )
+    parser.add_argument(
+        "--ways", nargs="+", default=[SINGLE, *ROWS], choices=[SINGLE, *ROWS]
+    )
     parser.add_argument("--blocks", type=int, nargs=4, default=[3, 4, 6, 3])
     parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3)
     add_output(parser)
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
@@ -244,7 +247,7 @@ def main():
     }
     write = writer(arguments.output, header(settings, arguments.steps))
     for method in arguments.methods:
-        for line in rows(method, settings, arguments.steps):
+        for line in rows(method, arguments.ways, settings, arguments.steps):
             write(f"{line}\n")
 
 

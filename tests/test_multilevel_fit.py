@@ -140,6 +140,19 @@ def test_an_estimate_takes_tensors_that_are_shown_together_one_by_one():
     assert peaks.temporary_bytes(graph) == 3 * 400
 
 
+def test_a_copy_that_is_only_waited_for_holds_nothing_in_an_estimate():
+    @tf.function(autograph=False)
+    def run(x):
+        first = x + 1.0
+        second = tf.exp(x) * tf.reduce_sum(first)
+        with tf.control_dependencies([tf.identity(first)]):
+            return tf.sin(second)
+
+    graph = run.get_concrete_function(tf.TensorSpec([100])).graph
+    # Never three results, but for the sum.
+    assert peaks.temporary_bytes(graph) == 2 * 400 + 4
+
+
 def test_edges_may_be_left_out():
     made, data, case = program(edges=[("reweight", "classifier")])
     before = case.reweight.get_weights()

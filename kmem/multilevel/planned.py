@@ -22,6 +22,7 @@ from kmem.correcting import Learned
 from kmem.keras_graph import applying
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
+from kmem.keras_graph.recording import Recording
 from kmem.options import Remat
 from kmem.planning.choosing import Chooser
 from kmem.planning.errors import InfeasibleBudget
@@ -32,6 +33,10 @@ from kmem.units import format_size
 
 Calls = list[tuple[keras.Model, Any]]
 Context = contextlib.AbstractContextManager[None]
+
+# Losses of several levels call one model; measuring it takes its time.
+_drawings: dict[tuple, Network] = {}
+_MAX_DRAWINGS = 8
 
 
 class Planned:
@@ -74,10 +79,8 @@ class Planned:
             choosers = []
             for (model, _), recording in zip(calls, recordings, strict=True):
                 with mixed(model):
-                    profile = profiling.measure(
-                        recording, measured=True, compiled=mode == "xla"
-                    )
-                choosers.append(Chooser(profile.network, remat.solver))
+                    network = _drawing(recording, mode)
+                choosers.append(Chooser(network, remat.solver))
             peaks = [chooser.everything.peak_bytes for chooser in choosers]
             number = peaks.index(max(peaks))
             self._chooser = choosers[number]
@@ -154,6 +157,18 @@ class Planned:
             extra_bytes = peak_bytes - drawn.peak_bytes - in_use
             learned.rehearsed[drawn] = extra_bytes
         return learned
+
+
+def _drawing(recording: Recording, mode: str) -> Network:
+    """What one forward and backward pass of a model needs."""
+    key = matching.structure(recording), mode
+    if key not in _drawings:
+        _drawings[key] = profiling.measure(
+            recording, measured=True, compiled=mode == "xla"
+        ).network
+    while len(_drawings) > _MAX_DRAWINGS:
+        _drawings.pop(next(iter(_drawings)))
+    return _drawings[key]
 
 
 def _enlarged(network: Network, factor: float) -> Network:
