@@ -185,6 +185,9 @@ class Session:
             model.run_eagerly = run_eagerly
             for name, function in plain.items():
                 setattr(model, name, function)
+        if self._sharded is not None:
+            for name, function in self._made.items():
+                self._made[name] = self._sharded.watched(function)
 
     def on_batch(self) -> Callable:
         """Returns a train function of one batch instead of an iterator."""

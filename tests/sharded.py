@@ -91,8 +91,14 @@ def trained(name, **options):
 
 
 def seen_and_trained(runs):
-    """`observe` and `main` in one process."""
-    return observe(), main(runs)
+    """`observe` and `main` in one process, and the threads that `main` adds."""
+    seen, before = observe(), num_threads()
+    results = main(runs)
+    return seen | {"threads": num_threads() - before}, results
+
+
+def num_threads():
+    return len(list(pathlib.Path("/proc/self/task").iterdir()))
 
 
 def observe():

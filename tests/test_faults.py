@@ -18,6 +18,7 @@ TIMEOUT_SECONDS = "20"
         ("killed", ["rank 1 failed first: killed by SIGKILL"]),
         ("raises", ["rank 1 failed first: ZeroDivisionError"]),
         ("stalled", ["rank 0 failed first: DeadlineExceededError"]),
+        ("stalled in fit", ["rank 0 failed first: DeadlineExceededError"]),
         ("frozen", ["rank 0 failed first: UnavailableError"]),
         ("ends", ["rank 0 failed first: ", "without an error: 1\n"]),
         ("late", ["rank 0 failed first: exit code 1"]),

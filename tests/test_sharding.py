@@ -162,6 +162,11 @@ def test_a_process_keeps_its_share_and_sends_what_it_must(
         assert wire / 3 / PARAMETER_BYTES == pytest.approx(sent, rel=0.03)
 
 
+def test_collectives_leave_no_threads_behind(seen):
+    # As TensorFlow's own timeouts do, one each.
+    assert max(result["threads"] for result in seen) < 100
+
+
 def test_half_the_bytes_travel_in_bfloat16(seen):
     for result in seen:
         _, _, wire = result["bytes bfloat16"]

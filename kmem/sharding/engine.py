@@ -15,11 +15,13 @@ The GPU's own reduce-scatter is written after TensorFlow's documentation, and
 was never run.
 """
 
+import contextlib
 import faulthandler
 import functools
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -30,9 +32,12 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_collective_ops
 
+from kmem.sharding.watchdog import Watchdog
+from kmem.sharding.watchdog import is_watching
+
 _GROUP_KEY = 7600
 _HEARTBEAT_SECONDS = 10
-# Of every collective: a process that comes too late ends the others.
+# Of every step: a process that comes too late ends the others.
 _TIMEOUT = "KMEM_TIMEOUT_SECONDS"
 _TIMEOUT_SECONDS = 600.0
 
@@ -87,6 +92,14 @@ class Engine:
         """The `tensor` of process 0. All have its shape and dtype."""
         return tensor
 
+    def watching(self, times: int = 1) -> contextlib.AbstractContextManager:
+        """A context: what runs within may not wait for others for too long.
+
+        Args:
+            times: How many times as long as a single step it may.
+        """
+        return contextlib.nullcontext()
+
     def barrier(self, name: str) -> None:
         """Waits until every process is here."""
         self.all_reduce(tf.zeros([1]), name)
@@ -99,6 +112,10 @@ class _Group(Engine):
         super().__init__(size, rank, device)
         self._on_gpu = "GPU" in device
         self._timeout = timeout
+        self._watchdog = Watchdog(timeout)
+
+    def watching(self, times=1):
+        return self._watchdog.watching(times)
 
     def gather(self, tensor, name):
         sent, received = _coded(tensor)
@@ -137,13 +154,12 @@ class _Group(Engine):
 
     def broadcast(self, tensor, name):
         sent, received = _coded(tensor)
-        arguments = {
+        arguments: dict[str, Any] = {
             "group_size": self.size,
             "group_key": _GROUP_KEY,
             "instance_key": _key("broadcast", name, sent),
-            "timeout_seconds": self._timeout,
         }
-        with tf.device(self.device):
+        with self._timed(arguments), tf.device(self.device):
             if self.rank == 0:
                 return received(
                     gen_collective_ops.collective_bcast_send_v2(
@@ -157,16 +173,27 @@ class _Group(Engine):
             )
 
     def _call(self, operation, tensor, name, **arguments):
-        with tf.device(self.device):
+        with self._timed(arguments), tf.device(self.device):
             return operation(
                 tensor,
                 group_size=self.size,
                 group_key=_GROUP_KEY,
                 instance_key=_key(operation.__name__, name, tensor),
                 ordering_token=[],
-                timeout_seconds=self._timeout,
                 **arguments,
             )
+
+    @contextlib.contextmanager
+    def _timed(self, arguments: dict) -> Iterator[None]:
+        """Lets a collective wait for a while only."""
+        if tf.executing_eagerly():
+            with self.watching():
+                yield
+            return
+        if not is_watching():
+            # Nobody knows from where a graph of a user's own is run.
+            arguments["timeout_seconds"] = self._timeout
+        yield
 
 
 @functools.cache

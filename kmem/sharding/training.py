@@ -109,6 +109,15 @@ class ShardedTraining:
         if not failed:
             make_whole(self._model)
 
+    def watched(self, function):
+        """A model's function, which may not wait for others for too long."""
+
+        def call(iterator):
+            with self._engine.watching(self._model.steps_per_execution):
+                return function(iterator)
+
+        return call
+
     @contextlib.contextmanager
     def forward(self, training: bool) -> Iterator[None]:
         """Within, the model's layers gather their weights as they run."""
