@@ -14,6 +14,9 @@ from reference import train
 from reference import whole
 
 import kmem
+from kmem.sharding import units
+from kmem.sharding import variables
+from kmem.sharding.engine import Engine
 from kmem.sharding.variables import ShardedVariable
 
 STAGES = ("full", "gradients", "optimizer")
@@ -111,6 +114,27 @@ def test_named_layers_are_gathered_as_one():
     model, arguments = cases.plain()
 
     fit(model, arguments, sharding=kmem.Sharding(units=(model.layers[0].name,)))
+
+
+def test_shards_elsewhere_are_fetched_while_the_unit_before_runs():
+    model = keras.Sequential([keras.Input((3,))])
+    for number in range(2):
+        model.add(keras.layers.Dense(3))
+        kernel = model.layers[-1].kernel
+        variables.shard(kernel, Engine(), f"weight {number}", home="CPU:0")
+
+    @tf.function(autograph=False)
+    def run(x):
+        with units.applied(units.find(model, None), keeps=True):
+            return model(x)
+
+    graph = run.get_concrete_function(tf.TensorSpec((2, 3))).graph
+    held = [
+        [waited.name for waited in op.control_inputs]
+        for op in graph.get_operations()
+        if op.type == "ReadVariableOp" and op.control_inputs
+    ]
+    assert held == 2 * [[graph.inputs[0].op.name]]
 
 
 def test_a_model_built_in_shards_stays_in_them():

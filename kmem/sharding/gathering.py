@@ -80,6 +80,7 @@ def gather(
     name: str,
     travel: Travel,
     after: Sequence[tf.Tensor] = (),
+    fetched: "Fetched | None" = None,
 ) -> list[tf.Tensor]:
     """Makes whole arrays of every process's shards.
 
@@ -90,6 +91,7 @@ def gather(
         name: What names the call in all processes.
         travel: The dtypes to send.
         after: Tensors to wait for, in a graph.
+        fetched: Where the shards are, if that is another device.
     """
     if _unknown.get() and not tf.executing_eagerly():
         return [
@@ -103,7 +105,8 @@ def gather(
             [layouts[i] for i in together],
             f"{name}/{together[0]}",
             travel,
-            [t for t in after if tf.is_symbolic_tensor(t)],
+            _symbolic(after),
+            fetched.of(together) if fetched else None,
         )
         link: Any = tf.custom_gradient(call.gather)
         found = link(*[shards[i] for i in together])
@@ -133,19 +136,51 @@ def scatter(
     return [shards[i] for i in range(len(gradients))]
 
 
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """Shards on another device, which are copied when they are to be read.
+
+    A value that was read before would be copied at once, and be there, with
+    all others, for the whole step.
+
+    Args:
+        variables: What holds the shards.
+        after: Tensors to wait for, in a graph.
+    """
+
+    variables: Sequence[tf.Variable]
+    after: Sequence[tf.Tensor]
+
+    def of(self, positions: Sequence[int]) -> "Fetched":
+        """Those of some of the shards."""
+        return Fetched([self.variables[i] for i in positions], self.after)
+
+    def read(self) -> list[tf.Tensor]:
+        """The shards' values."""
+        with tf.control_dependencies(_symbolic(self.after)):
+            # By itself: it is the value given whose gradient is wanted.
+            return [
+                tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype)
+                for v in self.variables
+            ]
+
+
 class _Call:
     """Arrays of one dtype that travel together."""
 
-    def __init__(self, engine, layouts, name, travel, after):
+    def __init__(self, engine, layouts, name, travel, after, fetched):
         self._engine = engine
         self._layouts = layouts
         self._name = name
         self._travel = travel
         self._after = after
+        self._fetched = fetched
 
     def gather(self, *shards):
         lengths = [layout.length for layout in self._layouts]
         dtype = shards[0].dtype
+        if self._fetched is not None:
+            shards = self._fetched.read()
         sent_dtype = self._travel.gather_dtype or dtype
         with tf.control_dependencies(self._after):
             sent = tf.cast(_joined(list(shards)), sent_dtype)
@@ -187,6 +222,16 @@ def _scattered(engine, layouts, gradients, name, travel) -> list[tf.Tensor]:
     if len(layouts) == 1:
         return [shard]
     return tf.split(shard, [layout.length for layout in layouts])
+
+
+def _symbolic(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Those of the graph that is traced."""
+    return [
+        t
+        for t in tensors
+        if tf.is_symbolic_tensor(t)
+        and t.graph is tf.compat.v1.get_default_graph()
+    ]
 
 
 def _weighted(gradient, own):

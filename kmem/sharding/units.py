@@ -26,6 +26,18 @@ from kmem.sharding.variables import ShardedVariable
 from kmem.sharding.variables import prepared
 
 
+class Line:
+    """Units in the order in which they run, forward and then backward."""
+
+    def __init__(self):
+        self._inputs: list[tf.Tensor] = []
+
+    def next(self, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The inputs of the unit before this one; its own of the first."""
+        before, self._inputs = self._inputs or inputs, inputs
+        return before
+
+
 class Unit:
     """A layer whose weights are gathered together.
 
@@ -33,12 +45,20 @@ class Unit:
         layer: The layer.
         name: What names it in all processes.
         keeps: Whether the backward pass is left the weights.
+        line: The units that have run.
     """
 
-    def __init__(self, layer: keras.layers.Layer, name: str, keeps: bool):
+    def __init__(
+        self,
+        layer: keras.layers.Layer,
+        name: str,
+        keeps: bool,
+        line: Line,
+    ):
         self.layer = layer
         self._name = name
         self._keeps = keeps
+        self._line = line
         self._call = layer.call
         # Of the weights' regularizers, until they are asked for.
         self._penalties: dict[int, tf.Tensor] = {}
@@ -109,13 +129,20 @@ class Unit:
         if not variables:
             return contextlib.nullcontext()
         shards = [variable.shard for variable in variables]
+        after = tf.nest.flatten(arguments, expand_composites=True)
+        fetched = None
+        if shards[0].home is not None:
+            # While the unit before this one runs.
+            before = self._line.next(after)
+            fetched = gathering.Fetched([s.variable for s in shards], before)
         wholes = gathering.gather(
             shards[0].engine,
             [shard.layout for shard in shards],
             [shard.value for shard in shards],
             self._name,
             shards[0].travel,
-            after=tf.nest.flatten(arguments, expand_composites=True),
+            after,
+            fetched,
         )
         return prepared(variables, wholes)
 
@@ -149,9 +176,10 @@ def applied(layers: list, keeps: bool) -> Iterator[None]:
         layers: The units.
         keeps: Whether the backward pass is left the weights.
     """
+    line = Line()
     with contextlib.ExitStack() as stack:
         for number, layer in enumerate(layers):
-            unit = Unit(layer, f"unit {number}", keeps)
+            unit = Unit(layer, f"unit {number}", keeps, line)
             stack.enter_context(unit.applied())
         yield
 
