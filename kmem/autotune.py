@@ -39,6 +39,8 @@ _MARGIN = 0.01
 _TOLERANCE = 1.1
 # By how much another number of parts, or a plan, has to be quicker.
 _LEAST_GAIN = 0.02
+# What the parts of a step can cost besides their rows, as a share of it.
+_MOST_OVERHEAD = 0.5
 _AT_MOST_SECONDS = 5.0
 _MAX_PLANS = 3
 # What rehearsals of the same step differ by at the most, as far as seen.
@@ -185,6 +187,9 @@ class Search:
             if last is first:
                 difference = way.seconds - first.seconds
                 part_seconds = max(0.0, difference / (count - counts[0]))
+                # Steps differ by more than that when the machine is busy.
+                most = _MOST_OVERHEAD * first.seconds / counts[0]
+                part_seconds = min(part_seconds, most)
             if not _is_quicker(way.seconds, last.seconds):
                 break
             last = way

@@ -1,9 +1,9 @@
 """What a training step needs by the rows of its batch.
 
 That is a line: weights, their gradients and the optimizer whatever the rows,
-and activations for each of them. It is drawn through two steps that are
-rehearsed with a few rows. With fewer rows than it takes for the activations
-to matter, the line is flat, and more rows are tried.
+and activations for each of them. With few rows it bends: the update of the
+weights needs more than they do. So steps with more and more rows are
+rehearsed, until that matters, and the line is drawn through the last two.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from kmem.session import Session
 
 # Each probe has so many times the rows of the one before, until that makes it
 # need more.
-_GROWTH, _LEAST_GROWTH = 4, 1.05
+_GROWTH, _LEAST_GROWTH = 4, 1.3
 _AT_MOST_SECONDS = 1.0
 
 
@@ -55,24 +55,24 @@ def draw(model, options: MemoryOptions, batch: Any, most_bytes: int) -> Line:
         the least that this means.
     """
     total = batches.num_rows(batch) or 1
-    first = _probe(model, options, batch, 1)
-    if first is None:
+    first = last = _probe(model, options, batch, 1)
+    if first is None or last is None:
         return Line(most_bytes, most_bytes, math.inf)
-    last, last_rows = first, 1
+    line, last_rows = Line(0, first.peak_bytes, first.seconds), 1
     while last_rows < total and last.peak_bytes < most_bytes:
-        last_rows = min(total, _GROWTH * last_rows)
-        found = _probe(model, options, batch, last_rows)
+        rows = min(total, _GROWTH * last_rows)
+        found = _probe(model, options, batch, rows)
         if found is None:
             # It is steeper than can be seen.
-            return Line(0, most_bytes, first.seconds)
-        last = found
-        if last.peak_bytes > _LEAST_GROWTH * first.peak_bytes:
+            return Line(0, most_bytes / last_rows, last.seconds / last_rows)
+        growth = max(0, found.peak_bytes - last.peak_bytes)
+        slope = growth / (rows - last_rows)
+        base = found.peak_bytes - slope * rows
+        line = Line(base, slope, found.seconds / rows)
+        last, last_rows = found, rows
+        if found.peak_bytes > _LEAST_GROWTH * first.peak_bytes:
             break
-    if last is first:
-        return Line(0, first.peak_bytes, first.seconds)
-    slope = max(0, last.peak_bytes - first.peak_bytes) / (last_rows - 1)
-    base = last.peak_bytes - slope * last_rows
-    return Line(base, slope, last.seconds / last_rows)
+    return line
 
 
 def _probe(model, options, batch, rows: int) -> Rehearsal | None:
