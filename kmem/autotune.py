@@ -102,6 +102,7 @@ def choose(
     if halves and (search.best is None or search.best.choice != plain):
         half = MixedPrecision("bfloat16")
         search.run(dataclasses.replace(given, mixed_precision=half))
+    search.end()
     if search.best is None:
         raise _named(search.error, memory.current() - in_use)
     best = search.best.choice
@@ -144,7 +145,13 @@ class Search:
         self._verbose = verbose
         self.best: Way | None = None
         self.tried: list[Choice] = []
-        self.error: ValueError = InfeasibleBudget(budget_bytes, 0, 0)
+        self.error = ValueError(
+            "`memory_budget` must leave room for one layer with one row. "
+            f"Received: memory_budget={budget_bytes}"
+        )
+        self._progress = keras.utils.Progbar(
+            None, verbose=verbose, unit_name="rehearsal"
+        )
 
     def _fits(self, choice: Choice) -> bool:
         """Whether it keeps the budget."""
@@ -175,6 +182,10 @@ class Search:
         least = [plain.predicted_seconds] * len(counts)
         self._larger_parts(options, counts[::-1], least)
         return plain
+
+    def end(self) -> None:
+        """Ends the line that shows progress."""
+        self._progress.update(len(self.tried), finalize=True)
 
     def _smaller_parts(self, options, counts: list[int], first: Way) -> float:
         """Goes on to more parts while that is quicker; returns what each part
@@ -224,6 +235,7 @@ class Search:
                     self._verbose,
                 )
             except tf.errors.ResourceExhaustedError:
+                # A layer by itself has no room, in parts of this size.
                 return False
             except ValueError as error:
                 self.error = error
@@ -242,6 +254,7 @@ class Search:
             less += int(_MARGIN * room)
             if way is not None:
                 less += max(way.choice.predicted_peak_bytes - room, 0)
+        self.error = InfeasibleBudget(self._budget, self._budget + less, 0)
         return False
 
     def _expected(self, options, count: int, line: probing.Line) -> Choice:
@@ -261,6 +274,7 @@ class Search:
             return None
         choice = Choice(options, seen.peak_bytes, seen.seconds)
         self.tried.append(choice)
+        self._progress.update(len(self.tried), finalize=False)
         way = Way(choice, session, session.on_batch())
         if self._fits(choice) and (
             self.best is None or way.seconds < self.best.seconds

@@ -11,6 +11,7 @@ from kmem import pipeline
 from kmem import planner
 from kmem.budgeted import BudgetedSession
 from kmem.callbacks import EndOfGroup
+from kmem.choices import MemoryReport
 from kmem.options import MemoryOptions
 from kmem.options import split_options
 from kmem.requirements import check
@@ -26,6 +27,8 @@ class MemoryFit:
 
     # `MemoryOptions` that `train_on_batch` follows, or `None`.
     memory_options: MemoryOptions | None = None
+    # `kmem.choices.MemoryReport` of the last `memory_budget`, or `None`.
+    memory_report: MemoryReport | None = None
 
     def fit(self, *args, **kwargs):
         """Keras's `fit`, which takes memory options as well.
@@ -172,6 +175,7 @@ def wrap(model: keras.Model) -> keras.Model:
         wrapped = _wrapped_method(model, getattr(model, name), method)
         object.__setattr__(model, name, wrapped)
     model.memory_options = None
+    model.memory_report = None
     return model
 
 

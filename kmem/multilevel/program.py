@@ -21,6 +21,7 @@ from kmem.multilevel.rounds import Round
 from kmem.multilevel.rounds import Structure
 from kmem.options import MemoryOptions
 from kmem.options import Sharding
+from kmem.sharding.engine import engine
 
 
 class Program(keras.Model):
@@ -258,6 +259,10 @@ class Program(keras.Model):
         self.train_function = self.test_function = None
         try:
             with together.in_shards(self.levels, self._optimizers, option):
+                self.make_train_function()
+                step: Any = self.train_function
+                times = self.steps_per_execution
+                self.train_function = engine().watched(step, times)
                 yield
         finally:
             self.train_function, self.test_function = functions

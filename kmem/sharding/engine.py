@@ -21,6 +21,7 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,6 +100,15 @@ class Engine:
             times: How many times as long as a single step it may.
         """
         return contextlib.nullcontext()
+
+    def watched(self, function: Callable, times: int) -> Callable:
+        """A train function of so many steps that is run in `watching`."""
+
+        def call(iterator):
+            with self.watching(times):
+                return function(iterator)
+
+        return call
 
     def barrier(self, name: str) -> None:
         """Waits until every process is here."""

@@ -11,6 +11,7 @@ They take as long as in one process.
 """
 
 import contextlib
+from collections.abc import Callable
 from collections.abc import Iterator
 
 import keras
@@ -109,14 +110,9 @@ class ShardedTraining:
         if not failed:
             make_whole(self._model)
 
-    def watched(self, function):
+    def watched(self, function: Callable) -> Callable:
         """A model's function, which may not wait for others for too long."""
-
-        def call(iterator):
-            with self._engine.watching(self._model.steps_per_execution):
-                return function(iterator)
-
-        return call
+        return self._engine.watched(function, self._model.steps_per_execution)
 
     @contextlib.contextmanager
     def forward(self, training: bool) -> Iterator[None]:
