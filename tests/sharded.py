@@ -6,7 +6,6 @@ import time
 import cases
 import keras
 import numpy as np
-import sharded_multilevel
 import tensorflow as tf
 from keras import layers
 from reference import relative_error
@@ -111,7 +110,6 @@ def observe():
         "overflow": overflow(),
         "statistics": statistics(),
         "rows": predicted_rows(),
-        "programs": sharded_multilevel.errors(),
         **{f"bytes {stage}": costs(stage) for stage in ("full", "gradients")},
         "bytes optimizer": costs("optimizer"),
         "bytes bfloat16": costs("full", "bfloat16"),

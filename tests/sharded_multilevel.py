@@ -5,6 +5,7 @@ from multilevel_cases import relative_error
 from multilevel_cases import train
 from multilevel_cases import two_levels
 
+import kmem
 from kmem.multilevel import ConjugateGradient
 from kmem.multilevel import Identity
 
@@ -42,3 +43,9 @@ def errors():
 
 def relative_log(found, logs, key):
     return np.divide(found[key], logs[key]) - 1
+
+
+def main():
+    """Joins the other processes, and returns the errors."""
+    kmem.ShardedStrategy()
+    return errors()

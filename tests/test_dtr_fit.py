@@ -10,7 +10,10 @@ from keras import layers
 
 import kmem
 
-pytestmark = pytest.mark.usefixtures("native_library")
+pytestmark = [
+    pytest.mark.early,
+    pytest.mark.usefixtures("native_library"),
+]
 
 ROWS = 64
 

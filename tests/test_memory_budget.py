@@ -21,7 +21,7 @@ def _model():
     keras.utils.set_random_seed(0)
     inputs = keras.Input((32, 32, 4))
     x = inputs
-    for _ in range(4):
+    for _ in range(6):
         x = layers.Conv2D(16, 3, padding="same", activation="tanh")(x)
     x = layers.GlobalAveragePooling2D()(x)
     model = keras.Model(inputs, layers.Dense(3)(x))
@@ -106,7 +106,9 @@ def test_nothing_is_changed_when_a_step_fits_as_it_is(plain):
         np.testing.assert_array_equal(got, value)
 
 
-@pytest.mark.parametrize("share", [0.7, 0.4])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.7, marks=pytest.mark.exhaustive), 0.4]
+)
 def test_a_budget_is_kept_with_the_same_numbers(plain, share):
     expected, needed = plain
     model = _model()
@@ -153,10 +155,11 @@ class _Allocates(keras.callbacks.Callback):
         self._step -= 1
 
 
+@pytest.mark.exhaustive
 def test_steps_take_less_when_something_else_takes_memory(plain):
     expected, needed = plain
     model = _model()
-    budget = _budget(needed, 0.8)
+    budget = _budget(needed, 0.9)
     other = _Allocates(1, int(0.45 * needed))
 
     _, peaks = _fit(model, [other], memory_budget=budget)
@@ -296,7 +299,7 @@ class _Squeezes(keras.callbacks.Callback):
         self._needed = report.chosen.measured_peak_bytes - report.in_use_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_steps_that_fail_at_random_allocations_leave_no_trace(monkeypatch):
     def trained(callbacks, **options):
         keras.utils.set_random_seed(0)
@@ -334,6 +337,7 @@ def test_steps_that_fail_at_random_allocations_leave_no_trace(monkeypatch):
         np.testing.assert_array_equal(got, value)
 
 
+@pytest.mark.exhaustive
 def test_a_callback_chooses_when_the_first_batch_comes(plain):
     expected, needed = plain
     model = _model()
@@ -348,6 +352,7 @@ def test_a_callback_chooses_when_the_first_batch_comes(plain):
     _assert_close(model, expected)
 
 
+@pytest.mark.exhaustive
 def test_longer_batches_are_chosen_for_and_shorter_ones_are_not():
     keras.utils.set_random_seed(0)
     inputs = keras.Input((None, 8))
@@ -379,6 +384,7 @@ def test_longer_batches_are_chosen_for_and_shorter_ones_are_not():
     assert reports[3] == reports[0]
 
 
+@pytest.mark.exhaustive
 def test_half_precision_is_chosen_only_where_it_is_allowed(plain):
     _, needed = plain
     model = _model()

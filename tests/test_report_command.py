@@ -18,7 +18,7 @@ def model(tmp_path, native_library):
 
 def test_it_draws_what_is_chosen_for_a_budget(model, tmp_path, capsys):
     page = tmp_path / "page.html"
-    command = ["report", model, "--batch", "4096", "--budget", "0.9"]
+    command = ["report", model, "--batch", "4096", "--budget", "1TB"]
     assert cli.main([*command, "--output", str(page)]) == 0
     assert capsys.readouterr().out.endswith(f"drawn: {page}\n")
     assert "fits in" in page.read_text()

@@ -10,6 +10,7 @@ import functools
 import cases
 import pytest
 import sharded
+import sharded_multilevel
 from reference import log_error
 from reference import relative_error
 from sharding_cases import SHARDED
@@ -17,7 +18,8 @@ from sharding_cases import SHARDED
 import kmem
 
 STAGES = ("full", "gradients", "optimizer")
-FEW = (*SHARDED, "masked_regularized")
+# The others are among the exhaustive ones.
+FEW = ("transformer", "everything", "masked_regularized")
 # Groups of two batches of 9 rows are batches of 18.
 GROUPS = {"gradient_accumulation_steps": 2, "batch_size": 9, "whole": 18}
 
@@ -40,7 +42,6 @@ def _runs():
             {"sharding": "full", "both": {"validation_split": 0.3}},
         ),
         "accumulation": ("masked_regularized", GROUPS | {"sharding": "full"}),
-        "planned": ("plain", {"sharding": "full", "remat": "auto"}),
         "local accumulation": ("plain", GROUPS | local),
     }
     return runs
@@ -97,16 +98,13 @@ def seen(both):
     return both[0]
 
 
-@pytest.mark.parametrize(
-    "dtype, tolerance", [("float64", 1e-12), ("float32", 1e-6)]
-)
-def test_programs_of_two_levels_train_like_in_one_process(
-    seen, dtype, tolerance
-):
-    for result in seen:
-        weights_error, logs_error = result["programs"][dtype]
-        assert weights_error < tolerance
-        assert logs_error < 1e-6
+@pytest.mark.exhaustive
+def test_programs_of_two_levels_train_like_in_one_process():
+    for found in kmem.distributed.launch(sharded_multilevel.main, 2):
+        for dtype, tolerance in (("float64", 1e-12), ("float32", 1e-6)):
+            weights_error, logs_error = found[dtype]
+            assert weights_error < tolerance
+            assert logs_error < 1e-6
 
 
 def test_training_begins_with_what_process_0_has(seen):
@@ -246,6 +244,7 @@ def test_any_number_of_processes_trains_like_one(size, stage, plain):
         for case in cases.ALL | SHARDED
         if case not in REFUSED
     }
+    runs["planned"] = ("plain", {"sharding": "full", "remat": "auto"})
     runs["accumulation"] = ("several_outputs", GROUPS | {"sharding": stage})
     main = functools.partial(sharded.main, runs, set(plain))
 
