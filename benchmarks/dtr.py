@@ -18,7 +18,7 @@ import time
 
 from measured_steps import Process
 from measured_steps import answer
-from measured_steps import first_words
+from measured_steps import run
 from table import add_output
 from table import made_by
 from table import writer
@@ -184,10 +184,7 @@ def main():
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
-        try:
-            train(*arguments.run[1:])
-        except Exception as error:
-            answer(error=first_words(error))
+        run([train], *arguments.run)
         return
 
     write = writer(

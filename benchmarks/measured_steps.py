@@ -24,6 +24,16 @@ def first_words(error):
     return words if len(words) <= 120 else words[:117] + "..."
 
 
+def run(functions, name, *arguments):
+    """Calls what a `Process` was made for; its answer may be an error."""
+    try:
+        {function.__name__: function for function in functions}[name](
+            *arguments
+        )
+    except Exception as error:
+        answer(error=first_words(error))
+
+
 class Process:
     """The script in a process of its own, which answers when it is asked.
 

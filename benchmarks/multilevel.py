@@ -17,9 +17,8 @@ import sys
 import tempfile
 
 from measured_steps import Process
-from measured_steps import answer
-from measured_steps import first_words
 from measured_steps import fit
+from measured_steps import run
 from table import add_output
 from table import made_by
 from table import writer
@@ -234,10 +233,7 @@ def main():
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
-        try:
-            train(*arguments.run[1:])
-        except Exception as error:
-            answer(error=first_words(error))
+        run([train], *arguments.run)
         return
 
     settings = {

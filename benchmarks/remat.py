@@ -19,6 +19,7 @@ from measured_steps import Process
 from measured_steps import answer
 from measured_steps import first_words
 from measured_steps import fit
+from measured_steps import run
 from table import add_output
 from table import made_by
 from table import writer
@@ -196,11 +197,7 @@ def main():
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
-        function, *rest = arguments.run
-        try:
-            {"train": train, "plan": plan}[function](*rest)
-        except Exception as error:
-            answer(error=first_words(error))
+        run([train, plan], *arguments.run)
         return
 
     write = writer(arguments.output, header(arguments.steps))

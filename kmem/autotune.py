@@ -11,7 +11,6 @@ What this does not do: place anything on another device, or split a row.
 import dataclasses
 import gc
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from kmem import probing
 from kmem.accumulation import build_optimizer
 from kmem.choices import Choice
 from kmem.choices import MemoryReport
+from kmem.keras_graph.recording import num_bytes
 from kmem.options import MemoryOptions
 from kmem.options import MicroBatches
 from kmem.options import MixedPrecision
@@ -313,6 +313,4 @@ def _is_quicker(seconds: float, than_seconds: float) -> bool:
 
 
 def _num_bytes(variables: list) -> int:
-    sizes = [tf.as_dtype(v.dtype).size for v in variables]
-    shapes = [math.prod(v.shape) for v in variables]
-    return sum(map(operator.mul, shapes, sizes))
+    return sum(num_bytes(variable.value) for variable in variables)

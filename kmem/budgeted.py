@@ -27,6 +27,7 @@ from kmem.choices import MemoryReport
 from kmem.choices import describe
 from kmem.options import MemoryOptions
 from kmem.session import compiled_state
+from kmem.session import guarded
 from kmem.units import format_size
 
 _SESSIONS = "_kmem_budgeted"
@@ -63,7 +64,7 @@ class BudgetedSession:
     """
 
     def __init__(self, model: keras.Model, options: MemoryOptions):
-        self._model: Any = model
+        self.model: Any = model
         self._options = options
         self._compiled = compiled_state(model)
         self._budget = _budget_bytes(options)
@@ -110,24 +111,20 @@ class BudgetedSession:
 
         Args:
             test_step: Whether validation runs in mixed precision as well.
-            guard: Whether it takes itself off when it is called in a later
-                `fit`.
+            guard: Whether it takes itself off, when it raises or is called in
+                a later `fit`.
         """
-        model = self._model
-        history = model.history if guard else None
+        model = self.model
         self._tests = test_step
         self._plain_function = model.train_function
 
         def train(iterator: Iterator):
-            # Every `fit` has a history of its own.
-            if guard and model.history is not history:
-                self.remove()
-                model.make_train_function()
-                return model.train_function(iterator)
             for _ in range(model.steps_per_execution):
                 logs = self._step(next(iterator))
             return logs
 
+        if guard:
+            train = guarded(self, "train_function", train)
         self._function = model.train_function = train
         if self._bucket is not None:
             self._enter(self._bucket)
@@ -135,14 +132,14 @@ class BudgetedSession:
     def trains(self) -> bool:
         """Whether this session's function is on the model."""
         function = self._function
-        return function is not None and self._model.train_function is function
+        return function is not None and self.model.train_function is function
 
     def remove(self, failed: bool = False) -> None:
         """Gives the model its own functions back. May be called twice."""
         if self._bucket is not None:
             self._bucket.way.session.remove(failed)
         if self.trains():
-            self._model.train_function = self._plain_function
+            self.model.train_function = self._plain_function
         self._function = None
 
     def end_group(self) -> None:
@@ -151,9 +148,7 @@ class BudgetedSession:
     def _step(self, batch):
         """Takes one step, in as many attempts as it needs."""
         specs = batches.specs_of(batch)
-        # The pipeline is in memory, but for what it has to make ready again.
-        ready = pipeline.ready_bytes(specs)
-        bucket = self._covering(specs) or self._choose(specs, ready)
+        bucket = self._covering(specs) or self._choose_beside_pipeline(specs)
         if bucket is not self._bucket:
             self._enter(bucket)
         message = ""
@@ -162,7 +157,7 @@ class BudgetedSession:
                 less = int(_STEP_SHARE * self._budget)
                 bucket = self._with_less(bucket, less, message)
             variables = bucket.way.session.state
-            state = capture.State(variables, self._model.metrics)
+            state = capture.State(variables, self.model.metrics)
             with memory.track() as usage:
                 logs, message = _run(bucket.way.step, batch)
             if not message:
@@ -180,7 +175,7 @@ class BudgetedSession:
 
     def _choose(self, batch, reserved_bytes: int) -> _Bucket:
         way, report = autotune.choose(
-            self._model,
+            self.model,
             self._options,
             batch,
             # The device may have become smaller.
@@ -197,6 +192,10 @@ class BudgetedSession:
             print(report.summary())
         return bucket
 
+    def _choose_beside_pipeline(self, batch) -> _Bucket:
+        # It is in memory, but for what it has to make ready again.
+        return self._choose(batch, pipeline.ready_bytes(batch))
+
     def _with_less(self, bucket: _Bucket, less: int, message: str) -> _Bucket:
         """Chooses anew for a bucket, so many bytes below what it had.
 
@@ -205,8 +204,7 @@ class BudgetedSession:
         """
         self._less += less
         try:
-            ready = pipeline.ready_bytes(bucket.batch)
-            found = self._choose(bucket.batch, ready)
+            found = self._choose_beside_pipeline(bucket.batch)
         except (ValueError, tf.errors.ResourceExhaustedError) as error:
             raise _given_up(message) from error
         self._buckets.remove(bucket)
@@ -219,7 +217,7 @@ class BudgetedSession:
             self._bucket.way.session.remove()
         self._bucket = bucket
         bucket.way.session.install(self._tests)
-        self._model.train_function = self._function
+        self.model.train_function = self._function
         self._show(bucket)
 
     def _learn(self, bucket: _Bucket, peak_bytes: int) -> None:
@@ -255,7 +253,7 @@ class BudgetedSession:
         events = tuple(self._events)
         bucket.report = dataclasses.replace(bucket.report, events=events)
         # Not `setattr`: Keras would track it.
-        object.__setattr__(self._model, "memory_report", bucket.report)
+        object.__setattr__(self.model, "memory_report", bucket.report)
 
 
 def _run(step, batch) -> tuple[Any, str]:

@@ -56,18 +56,12 @@ def rehearse(session: Session, batch) -> int | None:
         The (first) device's peak in bytes, of the processes that train
         together the highest one; `None` if it ran out of memory.
     """
-    session.build()
     accumulates = session.options.gradient_accumulation_steps is not None
-    with unchanged(session):
-        session.install(test_step=False)
-        try:
-            peak = peak_bytes(session.model, batch, accumulates)
-            if peak is None:
-                return None
-            return agreeing.highest(agreeing.processes(session.options), peak)
-        finally:
-            session.remove()
-            gc.collect()
+    with _installed(session):
+        peak = peak_bytes(session.model, batch, accumulates)
+        if peak is None:
+            return None
+        return agreeing.highest(agreeing.processes(session.options), peak)
 
 
 def peak_bytes(
@@ -100,14 +94,20 @@ def rehearse_on_batch(
         batch: A batch, as `tf.TensorSpec`s.
         at_most_seconds: Fewer steps are taken, but two, if they take longer.
     """
-    session.build()
     data = batches.made_up(batch)
     num_steps = _num_steps(session.model, accumulates=False)
+    with _installed(session):
+        return _measured(session.on_batch(), data, num_steps, at_most_seconds)
+
+
+@contextlib.contextmanager
+def _installed(session: Session) -> Iterator[None]:
+    """Within, the model trains in a session; then it is as it was."""
+    session.build()
     with unchanged(session):
         session.install(test_step=False)
         try:
-            step = session.on_batch()
-            return _measured(step, data, num_steps, at_most_seconds)
+            yield
         finally:
             session.remove()
             gc.collect()
@@ -119,11 +119,11 @@ def _measured(
     peaks, seconds = [], []
     try:
         # The first run traces, and may take memory that no other does.
-        _seconds(step, data)
+        timed(step, data)
         while len(peaks) < num_steps:
             time.sleep(_PAUSE_SECONDS)
             with memory.track() as usage:
-                seconds.append(_seconds(step, data))
+                seconds.append(timed(step, data))
             peaks.append(usage.peak_bytes)
             if len(peaks) > 1 and sum(seconds) > at_most_seconds:
                 break
@@ -133,8 +133,8 @@ def _measured(
     return Rehearsal(2 * max(peaks) - min(peaks), min(seconds))
 
 
-def _seconds(step: Callable, data) -> float:
-    """Takes a step, and returns its time."""
+def timed(step: Callable, data) -> float:
+    """Takes a step, and returns the seconds until it was done."""
     start = time.perf_counter()
     logs = step(data)
     # Waits for a GPU.

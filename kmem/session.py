@@ -147,7 +147,7 @@ class Session:
         for name in names:
             function = self._made[name]
             if guard:
-                function = self._guarded(name, function)
+                function = guarded(self, name, function)
             self._plain_functions[name] = getattr(model, name)
             self._functions[name] = function
             setattr(model, name, function)
@@ -240,25 +240,6 @@ class Session:
         with self._updating():
             self._updater.flush()
 
-    def _guarded(self, name: str, function):
-        history = self.model.history
-
-        def call(iterator):
-            # Every `fit` has a history of its own.
-            if self.model.history is not history:
-                self.remove()
-                getattr(self.model, f"make_{name}")()
-                return getattr(self.model, name)(iterator)
-            try:
-                return function(iterator)
-            except StopIteration:
-                raise
-            except BaseException:
-                self.remove(failed=True)
-                raise
-
-        return call
-
     def _run_train_step(self, data):
         data = keras.tree.map_structure(_as_tensor, data)
         try:
@@ -323,6 +304,36 @@ class Session:
         if self._plan is None or self._frame is None:
             return contextlib.nullcontext()
         return applying.applied(self.model, self._frame, self._plan.segments)
+
+
+def guarded(session, name: str, function: Callable) -> Callable:
+    """A function that takes its session off by itself.
+
+    It does when it raises, or is called in a later `fit`.
+
+    Args:
+        session: What put the function on its `model`.
+        name: The model's attribute.
+        function: Takes an iterator.
+    """
+    model = session.model
+    history = model.history
+
+    def call(iterator):
+        # Every `fit` has a history of its own.
+        if model.history is not history:
+            session.remove()
+            getattr(model, f"make_{name}")()
+            return getattr(model, name)(iterator)
+        try:
+            return function(iterator)
+        except StopIteration:
+            raise
+        except BaseException:
+            session.remove(failed=True)
+            raise
+
+    return call
 
 
 def compiled_state(model) -> tuple:

@@ -9,12 +9,9 @@ import itertools
 import math
 import pathlib
 import tempfile
-import time
 from collections.abc import Iterator
 from typing import Any
 
-import keras
-import numpy as np
 import tensorflow as tf
 
 from kmem import dtr
@@ -22,6 +19,7 @@ from kmem import memory
 from kmem.dtr import device
 from kmem.dtr.program import Program
 from kmem.dtr.program import read_program
+from kmem.rehearsal import timed
 from kmem.rehearsal import unchanged
 from kmem.session import Session
 
@@ -102,11 +100,7 @@ class Trial:
         with unchanged(self._session), self._installed():
             try:
                 with memory.track() as usage:
-                    start = time.perf_counter()
-                    logs = model.train_function(batch)
-                    # Waits for a GPU.
-                    keras.tree.map_structure(np.asarray, logs)
-                    seconds = time.perf_counter() - start
+                    seconds = timed(model.train_function, batch)
             except tf.errors.ResourceExhaustedError as error:
                 self.error = error.message
         if self.error:

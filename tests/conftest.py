@@ -50,6 +50,19 @@ def _no_plans_from_other_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_cache, "_folder", lambda: tmp_path / "plans")
 
 
+@pytest.fixture
+def saved_model(tmp_path):
+    """The path of a small, compiled model."""
+    import keras
+
+    layers = [keras.layers.Dense(64, "relu") for _ in range(4)]
+    made = keras.Sequential([keras.Input((64,)), *layers])
+    made.compile("sgd", "mse")
+    path = tmp_path / "model.keras"
+    made.save(path)
+    return str(path)
+
+
 class Python:
     """Runs code in a fresh Python that has a cache folder of its own."""
 

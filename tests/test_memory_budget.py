@@ -141,17 +141,17 @@ def test_an_impossible_budget_names_the_smallest_that_would_do(plain):
     assert max(peaks) <= smallest
 
 
-class _Allocates(keras.callbacks.Callback):
-    """Takes memory before a step, and holds it."""
+class _Before(keras.callbacks.Callback):
+    """Does something before a step, and holds what that gives."""
 
-    def __init__(self, step, num_bytes):
+    def __init__(self, step, do):
         super().__init__()
         self._step = step
-        self._bytes = num_bytes
+        self._do = do
 
     def on_train_batch_begin(self, batch, logs=None):
         if self._step == 0:
-            self._held = tf.zeros([self._bytes // 4]) + 1
+            self._held = self._do()
         self._step -= 1
 
 
@@ -160,7 +160,7 @@ def test_steps_take_less_when_something_else_takes_memory(plain):
     expected, needed = plain
     model = _model()
     budget = _budget(needed, 0.9)
-    other = _Allocates(1, int(0.45 * needed))
+    other = _Before(1, lambda: tf.zeros([int(0.45 * needed) // 4]) + 1)
 
     _, peaks = _fit(model, [other], memory_budget=budget)
 
@@ -169,27 +169,15 @@ def test_steps_take_less_when_something_else_takes_memory(plain):
     _assert_close(model, expected)
 
 
-class _Limits(keras.callbacks.Callback):
-    """Makes the device smaller before a step."""
-
-    def __init__(self, step, num_bytes):
-        super().__init__()
-        self._step = step
-        self._bytes = num_bytes
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if self._step == 0:
-            kmem.memory.limit(self._bytes, device="CPU")
-        self._step -= 1
-
-
 def test_a_step_that_ran_out_of_memory_is_taken_again_in_another_way(plain):
     expected, needed = plain
     model = _model()
     limit = _budget(needed, 0.7)
     budget = _budget(needed, 2)
 
-    _, peaks = _fit(model, [_Limits(2, limit)], memory_budget=budget)
+    smaller = _Before(2, lambda: kmem.memory.limit(limit, device="CPU"))
+
+    _, peaks = _fit(model, [smaller], memory_budget=budget)
 
     events = model.memory_report.events
     assert len(events) >= 2

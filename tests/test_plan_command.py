@@ -1,25 +1,12 @@
 """`kmem plan`, called in this process."""
 
-import keras
-import pytest
-
 import kmem
 from kmem import cli
 
 
-@pytest.fixture
-def model(tmp_path):
-    layers = [keras.layers.Dense(64, "relu") for _ in range(4)]
-    made = keras.Sequential([keras.Input((64,)), *layers])
-    made.compile("sgd", "mse")
-    path = tmp_path / "model.keras"
-    made.save(path)
-    return str(path)
-
-
-def test_it_prints_saves_and_draws_a_plan(model, tmp_path, capsys):
+def test_it_prints_saves_and_draws_a_plan(saved_model, tmp_path, capsys):
     plan, picture = tmp_path / "plan.json", tmp_path / "plan.png"
-    command = ["plan", model, "--batch", "2048", "--costs", "flops"]
+    command = ["plan", saved_model, "--batch", "2048", "--costs", "flops"]
     outputs = ["--output", str(plan), "--plot", str(picture)]
     assert cli.main([*command, *outputs]) == 0
     output = capsys.readouterr().out
@@ -28,8 +15,8 @@ def test_it_prints_saves_and_draws_a_plan(model, tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_budget_that_cannot_be_kept_names_one_that_can(model, capsys):
-    command = ["plan", model, "--batch", "2048", "--costs", "flops"]
+def test_a_budget_that_cannot_be_kept_names_one_that_can(saved_model, capsys):
+    command = ["plan", saved_model, "--batch", "2048", "--costs", "flops"]
     assert cli.main([*command, "--budget", "1KB"]) == 1
     errors = capsys.readouterr().err
     assert errors.startswith("kmem plan: `budget_bytes` must be")
