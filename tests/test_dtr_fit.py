@@ -93,7 +93,7 @@ def test_numbers_are_those_of_plain_eager_at_every_threshold(make, compile):
     # What earlier tests still hold cannot be given up.
     held = kmem.memory.current("CPU")
     want = train(make, run_eagerly=True)
-    for share in (1.5, 0.6):
+    for share in (1.5, 0.5):
         threshold = int(held + share * (want[2] - held))
         options = kmem.DTR(threshold, evictee_minimum_size=0, compile=compile)
         got = train(make, dtr=options)
