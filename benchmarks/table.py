@@ -7,11 +7,10 @@ import pathlib
 import platform
 
 
-def made_by(script):
+def made_by(script, packages=("kmem", "tensorflow", "keras")):
     """When, on what and by which script a table was made."""
     versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("kmem", "tensorflow", "keras")
+        f"{name} {importlib.metadata.version(name)}" for name in packages
     )
     return (
         f"{datetime.date.today()}; {platform.machine()}, {os.cpu_count()} "
