@@ -3,8 +3,10 @@
 A script for `kmem launch`; its argument says what happens to rank 1.
 """
 
+import json
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -15,6 +17,10 @@ import tensorflow as tf
 import kmem
 from kmem.sharding.engine import engine
 
+BEFORE_JOINING = {
+    "late": lambda port: time.sleep(1000),
+    "port taken": lambda port: socket.create_server(("", port)).detach(),
+}
 FAULTS = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "raises": lambda: 1 / 0,
@@ -40,8 +46,9 @@ def train():
 
 
 def main(fault):
-    if fault == "late" and '"index": 1' in os.environ["TF_CONFIG"]:
-        time.sleep(1000)
+    config = json.loads(os.environ["TF_CONFIG"])
+    if config["task"]["index"] == 1 and fault in BEFORE_JOINING:
+        BEFORE_JOINING[fault](int(config["cluster"]["worker"][1].split(":")[1]))
     group = engine()
     if fault == "stalled in fit":
         train()

@@ -13,7 +13,9 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+import kmem
 from kmem import distributed
+from kmem import precision
 from kmem.accumulation import build_optimizer
 from kmem.sharding import checkpoint
 from kmem.sharding import together
@@ -203,6 +205,35 @@ def test_a_model_without_an_optimizer_loads_the_weights(tmp_path):
     model = keras.models.clone_model(saved)
     distributed.load(model, tmp_path)
     assert_equal(model.get_weights(), saved.get_weights())
+
+
+def test_the_scale_of_a_loss_goes_on_in_any_number_of_processes(
+    tmp_path, monkeypatch
+):
+    def overflow(model):
+        x = np.full((8, 3), np.inf, "float32")
+        options = {"mixed_precision": "float16", "verbose": 0}
+        kmem.wrap(model).fit(x, x[:, :1], **options)
+        return precision.scale_of(model.optimizer)
+
+    models = [make_model(seed) for seed in range(5)]
+    first, scale, steps = overflow(models[0])
+    assert scale == first / 2
+    distributed.save(models[0], tmp_path)
+
+    def load_and_save(group):
+        model = models[1 + group.rank]
+        build_optimizer(model.optimizer, model.trainable_variables)
+        shard(model, group)
+        distributed.load(model, tmp_path)
+        found = precision.scale_of(model.optimizer)
+        distributed.save(model, tmp_path)
+        return found
+
+    found = run(3, load_and_save, monkeypatch)
+    assert found == 3 * [[first, scale, steps]]
+    run(1, lambda group: distributed.load(models[4], tmp_path), monkeypatch)
+    assert overflow(models[4]) == [first, scale / 2, steps]
 
 
 @pytest.mark.parametrize("harm", ["missing", "truncated", "altered"])

@@ -2,12 +2,14 @@
 
 In float64, where nothing but the order of sums differs. Batches have 17 rows
 and the last one a single row: slices are uneven, and the last batch has fewer
-rows than there are processes.
+rows than there are processes. Each process begins with other weights: those of
+process 0 count.
 """
 
 import functools
 
 import cases
+import numpy as np
 import pytest
 import sharded
 import sharded_multilevel
@@ -18,37 +20,26 @@ from sharding_cases import SHARDED
 import kmem
 
 STAGES = ("full", "gradients", "optimizer")
-# The others are among the exhaustive ones.
-FEW = ("transformer", "everything", "masked_regularized")
+REFUSED = ("constraints", "lamb", "adafactor", "muon", "schedule_free")
 # Groups of two batches of 9 rows are batches of 18.
 GROUPS = {"gradient_accumulation_steps": 2, "batch_size": 9, "whole": 18}
-
-
-def _runs():
-    """`{key: (case, options)}`, what two processes run in every test run."""
-    runs = {
-        f"plain {stage}": ("plain", {"sharding": stage}) for stage in STAGES
-    }
-    for case in FEW:
-        runs.setdefault(f"{case} full", (case, {"sharding": "full"}))
-    local = {"sharding": kmem.Sharding(accumulate="local")}
-    runs |= {
-        "microbatches": (
-            "several_outputs",
-            {"sharding": "full", "microbatches": 3},
-        ),
-        "validation": (
-            "plain",
-            {"sharding": "full", "both": {"validation_split": 0.3}},
-        ),
-        "accumulation": ("masked_regularized", GROUPS | {"sharding": "full"}),
-        "local accumulation": ("plain", GROUPS | local),
-    }
-    return runs
-
-
-TWO = _runs()
-REFUSED = ("constraints", "lamb", "adafactor", "muon", "schedule_free")
+LOCAL = kmem.Sharding(accumulate="local")
+# `{key: (case, options)}`: what two processes run in every test run.
+TWO = {
+    # Of 52 rows, 35 are trained on: batches of 17, 17 and 1.
+    f"plain {stage}": (
+        "plain",
+        {"sharding": stage, "both": {"validation_split": 0.31}},
+    )
+    for stage in ("gradients", "optimizer")
+} | {
+    "everything": ("everything", {"sharding": "full"}),
+    "microbatches": (
+        "masked_regularized",
+        {"sharding": "full", "microbatches": 3},
+    ),
+    "accumulation": ("masked_regularized", GROUPS | {"sharding": LOCAL}),
+}
 
 
 def errors(runs, results, plain):
@@ -107,18 +98,14 @@ def test_programs_of_two_levels_train_like_in_one_process():
             assert logs_error < 1e-6
 
 
-def test_training_begins_with_what_process_0_has(seen):
-    assert max(result["first weights"] for result in seen) < 1e-11
-
-
 def test_all_processes_shuffle_alike(seen):
-    first, second = (result["shuffled"] for result in seen)
+    (_, first), (_, second) = (result["predicted"] for result in seen)
 
     assert first == second
 
 
 def test_processes_draw_different_random_numbers_in_training_only(seen):
-    (first, after, error), (second, other_after, other_error) = (
+    (first, after, error, _), (second, other_after, other_error, _) = (
         result["dropout"] for result in seen
     )
 
@@ -134,13 +121,18 @@ def test_an_overflow_in_one_process_skips_the_update_of_all(seen):
 
 
 def test_statistics_are_the_mean_over_all_rows(seen):
+    x, want = cases.regression()["x"], np.zeros(5)
+    for start in 2 * [*range(0, cases.NUM_ROWS, sharded.BATCH_SIZE)]:
+        rows = x[start : start + sharded.BATCH_SIZE]
+        want = 0.99 * want + 0.01 * np.mean(rows, axis=0)
     for result in seen:
-        want, found = result["statistics"]
-        assert found == pytest.approx(want, rel=1e-9)
+        # Also where a layer runs twice.
+        np.testing.assert_allclose(result["dropout"][-1], want, atol=1e-7)
 
 
 def test_every_process_predicts_all_rows(seen):
-    assert {n for result in seen for n in result["rows"]} == {cases.NUM_ROWS}
+    rows = [n for result in seen for n in result["predicted"][0]]
+    assert set(rows) == {cases.NUM_ROWS}
 
 
 # Two processes together send what each keeps, or gives away, of the weights.
@@ -189,9 +181,8 @@ def test_a_layer_s_weights_are_forgotten_after_it(seen):
         current, full, _ = result["bytes full"]
         _, gradients, _ = result["bytes gradients"]
         largest = PARAMETER_BYTES / sharded.DEPTH
-        # Gathered weights and gradients of two units, what is sent, and what
-        # came: processes that wait for one another hold more of them.
-        assert full - current < 6 * largest
+        # Gathered weights, a gradient, and what of it has come from others.
+        assert full - current < 5 * largest
         assert full < gradients
 
 
@@ -204,9 +195,8 @@ def test_a_model_is_built_in_shards(seen):
         assert losses == pytest.approx(want, rel=1e-5)
 
 
-def test_processes_with_different_data_are_told_so():
-    with pytest.raises(kmem.distributed.RankFailed, match="the same batches"):
-        kmem.distributed.launch(sharded.train_on_other_data, 2)
+def test_processes_with_different_data_are_told_so(seen):
+    assert any("given the same batches" in result["refused"] for result in seen)
 
 
 def test_offloaded_shards_are_updated_where_they_are():
@@ -245,6 +235,10 @@ def test_any_number_of_processes_trains_like_one(size, stage, plain):
         if case not in REFUSED
     }
     runs["planned"] = ("plain", {"sharding": "full", "remat": "auto"})
+    runs["microbatches"] = (
+        "several_outputs",
+        {"sharding": stage, "microbatches": 3},
+    )
     runs["accumulation"] = ("several_outputs", GROUPS | {"sharding": stage})
     main = functools.partial(sharded.main, runs, set(plain))
 

@@ -8,9 +8,16 @@ happens once, and is seen alike by both runs. What it does not do: choose what
 to wrap, which is planning.
 """
 
+from kmem.remat.gradient import is_repeating
 from kmem.remat.gradient import is_running
 from kmem.remat.gradient import recompute
 from kmem.remat.gradient import why_not_recomputable
 from kmem.remat.purity import NotRecomputable
 
-__all__ = ["NotRecomputable", "is_running", "recompute", "why_not_recomputable"]
+__all__ = [
+    "NotRecomputable",
+    "is_repeating",
+    "is_running",
+    "recompute",
+    "why_not_recomputable",
+]

@@ -121,6 +121,11 @@ def is_running() -> bool:
     return bool(_running.get())
 
 
+def is_repeating() -> bool:
+    """Whether a function runs for the second time, for its gradient."""
+    return _running.get() == _SECOND
+
+
 class _Segment:
     """One call of a function, and what its gradient needs."""
 

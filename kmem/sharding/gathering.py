@@ -5,7 +5,7 @@ process gets is the gradient of its own shard. Large arrays travel alone,
 small ones together, as a call costs as much as some hundred kilobytes.
 
 In a graph TensorFlow would gather all weights at once. So whoever gathers
-says what to wait for: the input of the layer that reads them.
+says what to wait for.
 """
 
 import contextlib

@@ -30,14 +30,9 @@ def check(model: keras.Model, options: MemoryOptions) -> None:
     Raises:
         ValueError: If it cannot.
     """
-    _check_setting(model, options)
-    stays = any(isinstance(v, ShardedVariable) for v in model.weights)
-    if stays and options.sharding.stage == "optimizer":
-        raise ValueError(
-            '`sharding="optimizer"` needs whole weights: take "gradients" for '
-            "a model that was built under `kmem.ShardedStrategy`. "
-            f"Received: model={model.name}"
-        )
+    _check_setting(model)
+    if any(isinstance(v, ShardedVariable) for v in model.weights):
+        _check_in_shards(model, options)
     optimizer = model.optimizer
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     updates = [kind.update_step for kind in _ELEMENTWISE]
@@ -56,7 +51,7 @@ def check(model: keras.Model, options: MemoryOptions) -> None:
             )
 
 
-def _check_setting(model, options: MemoryOptions) -> None:
+def _check_setting(model) -> None:
     if not all(layer.built for layer in all_layers(model)):
         raise ValueError(
             "`sharding` needs a model that is built: call `model.build()` "
@@ -83,9 +78,18 @@ def _check_setting(model, options: MemoryOptions) -> None:
             "other: make the model outside of a strategy's scope. Received: "
             f"{type(strategy).__name__}"
         )
-    stays = any(isinstance(v, ShardedVariable) for v in model.weights)
+
+
+def _check_in_shards(model, options: MemoryOptions) -> None:
+    """Checks what a model that was built in shards cannot do."""
+    if options.sharding.stage == "optimizer":
+        raise ValueError(
+            '`sharding="optimizer"` needs whole weights: take "gradients" for '
+            "a model that was built under `kmem.ShardedStrategy`. "
+            f"Received: model={model.name}"
+        )
     plans = options.remat is not None and not options.remat.plan
-    if plans and stays and engine().size > 1:
+    if plans and engine().size > 1:
         raise ValueError(
             "`remat` must be a `kmem.Plan`, or the path of one, for a model "
             "that is in shards, which no process can measure by itself: make "

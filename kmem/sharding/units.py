@@ -1,10 +1,14 @@
-"""Gathers a layer's weights when the layer runs, and not before.
+"""Gathers a layer's weights just before the layer runs.
 
 A unit is a layer of Keras's own, with all that is in it, or a layer that is
 named. Its call gathers the weights, runs, and forgets them. In the stage
 "gradients" the backward pass still has them; in the stage "full" it gathers
 them again and runs the layer's forward pass again (kmem/remat), unless a plan
 says what runs again, which contains the gathering then.
+
+A forward pass gathers weights while the unit before runs, so that no unit has
+to wait for its own. A backward pass, whose gradients need more memory, does
+not.
 
 Weights that no unit has, such as those that a model of one's own keeps itself,
 are gathered where they are read, and kept for the backward pass.
@@ -129,11 +133,10 @@ class Unit:
         if not variables:
             return contextlib.nullcontext()
         shards = [variable.shard for variable in variables]
-        after = tf.nest.flatten(arguments, expand_composites=True)
+        inputs = tf.nest.flatten(arguments, expand_composites=True)
+        before = self._line.next(inputs)
         fetched = None
         if shards[0].home is not None:
-            # While the unit before this one runs.
-            before = self._line.next(after)
             fetched = gathering.Fetched([s.variable for s in shards], before)
         wholes = gathering.gather(
             shards[0].engine,
@@ -141,7 +144,7 @@ class Unit:
             [shard.value for shard in shards],
             self._name,
             shards[0].travel,
-            after,
+            inputs if remat.is_repeating() else before,
             fetched,
         )
         return prepared(variables, wholes)
