@@ -37,7 +37,7 @@ def transformer():
     inputs = keras.Input((16, 4))
     x = keras.layers.Dense(64)(inputs)
     x = Positions()(x)
-    for _ in range(3):
+    for _ in range(2):
         x = block(x)
     x = keras.layers.GlobalAveragePooling1D()(x)
     return keras.Model(inputs, keras.layers.Dense(10)(x))
@@ -49,7 +49,7 @@ def main():
     with strategy.scope():
         model = transformer()
     model.compile(
-        keras.optimizers.Adam(1e-3),
+        keras.optimizers.Adam(3e-3),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
@@ -57,7 +57,7 @@ def main():
         PATCHES,
         LABELS,
         batch_size=64,
-        epochs=3,
+        epochs=2,
         sharding="full",
         callbacks=[kmem.callbacks.ShardedCheckpoint("checkpoint")],
         verbose=2 if strategy.rank == 0 else 0,
