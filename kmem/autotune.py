@@ -4,7 +4,7 @@ A batch that does not fit can be computed in parts, recomputed in part, or
 both. A line (probing.py) tells in how many parts it fits. More parts cost what
 each does besides its rows, larger ones cost recomputation: steps in more parts
 tell how much the first is, and whether a plan (planner.py) for larger ones can
-be quicker. What is chosen was rehearsed whole, by the function that trains.
+be quicker. What is chosen was rehearsed, in parts of that size (excerpts.py).
 What this does not do: place anything on another device, or split a row.
 """
 
@@ -24,7 +24,7 @@ from kmem import probing
 from kmem.accumulation import build_optimizer
 from kmem.choices import Choice
 from kmem.choices import MemoryReport
-from kmem.keras_graph.recording import num_bytes
+from kmem.excerpts import excerpt
 from kmem.options import MemoryOptions
 from kmem.options import MicroBatches
 from kmem.options import MixedPrecision
@@ -223,27 +223,27 @@ class Search:
         `seconds` is what the step would take without it.
         """
         before, less = self.best, 0
+        within = dataclasses.replace(options, remat=Remat(budget=self._budget))
+        some = excerpt(self._batch, within)
         for _ in range(_MAX_PLANS):
             try:
-                planned = planner.with_plan(
+                remat = planner.with_plan(
                     self._model,
-                    dataclasses.replace(
-                        options, remat=Remat(budget=self._budget)
-                    ),
-                    self._batch,
-                    self._reserved + less,
+                    some.options,
+                    some.batch,
+                    self._reserved + some.left_bytes + less,
                     self._verbose,
-                )
+                ).remat
             except tf.errors.ResourceExhaustedError:
                 # A layer by itself has no room, in parts of this size.
                 return False
             except ValueError as error:
                 self.error = error
                 return False
-            plan = planned.remat.plan
-            expected = seconds * plan.slowdown
+            planned = dataclasses.replace(options, remat=remat)
+            expected = seconds * remat.plan.slowdown
             if before and not _is_quicker(expected, before.seconds):
-                peak = plan.predicted_peak_bytes
+                peak = remat.plan.predicted_peak_bytes + some.left_bytes
                 self.tried.append(Choice(planned, peak, expected))
                 return False
             way = self._rehearsed(planned)
@@ -268,11 +268,18 @@ class Search:
 
     def _rehearsed(self, options: MemoryOptions) -> Way | None:
         """Tries a way; returns `None` if it ran out of memory."""
-        session = Session(self._model, options)
-        seen = rehearse_on_batch(session, self._batch, _AT_MOST_SECONDS)
+        some = excerpt(self._batch, options)
+        session = Session(self._model, some.options)
+        seen = rehearse_on_batch(session, some.batch, _AT_MOST_SECONDS)
         if seen is None:
             return None
-        choice = Choice(options, seen.peak_bytes, seen.seconds)
+        choice = Choice(
+            options,
+            seen.peak_bytes + some.left_bytes,
+            seen.seconds * some.times,
+        )
+        if some.options != options:
+            session = Session(self._model, options)
         self.tried.append(choice)
         self._progress.update(len(self.tried), finalize=False)
         way = Way(choice, session, session.on_batch())
@@ -313,4 +320,4 @@ def _is_quicker(seconds: float, than_seconds: float) -> bool:
 
 
 def _num_bytes(variables: list) -> int:
-    return sum(num_bytes(variable.value) for variable in variables)
+    return batches.num_bytes([variable.value for variable in variables])

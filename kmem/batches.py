@@ -69,6 +69,16 @@ def num_rows(data) -> int | None:
     return None
 
 
+def num_bytes(data) -> int:
+    """The size of arrays, tensors or specs of a known shape."""
+    leaves = keras.tree.flatten(specs_of(data))
+    return sum(
+        (leaf.shape.num_elements() or 0) * leaf.dtype.size
+        for leaf in leaves
+        if leaf is not None
+    )
+
+
 def specs_of(data) -> Any:
     """Arrays and tensors as `tf.TensorSpec`s, as Keras hands them on."""
     return keras.tree.map_structure(_spec, data)

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem.keras_graph.recording import num_bytes
+from kmem import batches
 
 BATCHES_READY = 3
 
@@ -38,5 +38,4 @@ def ready_bytes(batch, count: int = BATCHES_READY) -> int:
     """What so many batches take."""
     if tf.config.list_logical_devices("GPU"):
         return 0
-    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-    return count * sum(map(num_bytes, leaves))
+    return count * batches.num_bytes(batch)

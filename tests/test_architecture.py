@@ -28,6 +28,7 @@ LAYERS = (
         "backward",
         "batches",
         "capture",
+        "excerpts",
         "joining",
         "loss_terms",
         "ordering",

@@ -1,0 +1,156 @@
+"""What trains in a device of a fixed size: the tables that the README quotes.
+
+    python benchmarks/headline.py --output benchmarks/headline.md
+
+The device is the CPU with a limit, as of an accelerator. The largest batch of
+plain Keras is looked for; the other ways have to train multiples of it. A
+training is a process of its own, which takes its steps in turns with plain
+Keras at its largest batch: the time of a row is the median of the ratios, so
+that other work on the machine slows both down.
+"""
+
+import argparse
+import contextlib
+import statistics
+import time
+
+from measured_steps import Process
+from measured_steps import answer
+from measured_steps import fit
+from measured_steps import run
+from table import add_output
+from table import made_by
+from table import writer
+
+KERAS = "Keras"
+SCOPE = 'Keras, RematScope("full")'
+REMAT = "kmem, remat"
+BUDGET = "kmem, memory_budget"
+# Multiples of Keras's largest batch, until one does not train.
+MULTIPLES = {
+    SCOPE: (1, 2, 3, 4),
+    REMAT: (2, 3, 4, 5, 6),
+    BUDGET: (4, 16, 32),
+}
+DEVICE_BYTES = {"ResNet50": 10**9, "transformer": 5 * 10**8}
+NUM_PLAIN_STEPS = 2
+OUT_OF_MEMORY = "ResourceExhaustedError"
+
+
+def train(name, way, num_rows, device_bytes):
+    """Trains until standard input ends; answers with each step's numbers."""
+    import keras
+    import tensorflow as tf
+    from remat_models import MODELS
+
+    import kmem
+
+    keras.utils.set_random_seed(0)
+    is_scoped = way == SCOPE
+    with keras.RematScope("full") if is_scoped else contextlib.nullcontext():
+        model, x, y = MODELS[name](num_rows=int(num_rows))
+    model.compile(
+        keras.optimizers.SGD(1e-3, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    kmem.memory.limit(int(device_bytes), device="CPU")
+    options = {
+        REMAT: {"remat": int(device_bytes)},
+        BUDGET: {"memory_budget": int(device_bytes)},
+    }.get(way, {})
+    # Nothing of an input pipeline but the batch is in memory.
+    data = tf.data.Dataset.from_tensors((x, y)).repeat()
+    if options:
+        model = kmem.wrap(model)
+    start = time.perf_counter()
+
+    def more(epoch, logs):
+        chosen = ""
+        if way == BUDGET:
+            chosen = str(model.memory_report.chosen).split(" (")[0]
+        return {
+            "loss": logs["loss"],
+            "chosen": chosen,
+            "since_start": time.perf_counter() - start,
+        }
+
+    fit(model, data, more, shuffle=False, **options)
+
+
+def largest_of_keras(name, device_bytes):
+    """The largest batch of plain Keras, by bisection."""
+    fits, too_many = 0, None
+    while too_many is None or too_many - fits > 1:
+        rows = (fits + too_many) // 2 if too_many else max(1, 2 * fits)
+        with Process(train, name, KERAS, str(rows), str(device_bytes)) as tried:
+            answers = [tried.ask() for _ in range(NUM_PLAIN_STEPS)]
+        if any("error" in found for found in answers):
+            too_many = rows
+        else:
+            fits = rows
+    return fits
+
+
+def rows_of(name, ways, num_steps):
+    """Gives the lines of the table for a model."""
+    device_bytes = DEVICE_BYTES[name]
+    largest = largest_of_keras(name, device_bytes)
+    with Process(train, name, KERAS, str(largest), str(device_bytes)) as keras:
+        for _ in range(num_steps + 1):
+            keras.ask()
+        yield line(name, KERAS, 1, largest, keras.answers, keras.answers)
+        for way in ways:
+            for multiple in MULTIPLES[way]:
+                rows = multiple * largest
+                process = Process(
+                    train, name, way, str(rows), str(device_bytes)
+                )
+                turns = []
+                with process:
+                    result = process.ask()
+                    while "error" not in result and len(turns) < num_steps:
+                        result = process.ask()
+                        turns.append(keras.ask())
+                turns = [None, *turns]
+                yield line(
+                    name, way, multiple, rows, process.answers, turns
+                )
+                if "error" in result:
+                    break
+
+
+def line(name, way, multiple, rows, answers, keras):
+    head = f"| {name} | {way} | {multiple} | {rows} |"
+    if "error" in answers[-1]:
+        return f"{head} {answers[-1]['error']} | | | |"
+    peak = max(a["peak_bytes"] for a in answers[1:]) / 1e6
+    pairs = zip(answers[1:], keras[1:], strict=True)
+    ratio = statistics.median(a["seconds"] / k["seconds"] for a, k in pairs)
+    waited = answers[0]["since_start"]
+    return (
+        f"{head} {peak:.1f} | {ratio / multiple:.2f} | {waited:.0f} | "
+        f"{answers[-1]['chosen']} |"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = list(DEVICE_BYTES)
+    parser.add_argument("--models", nargs="+", default=names, choices=names)
+    ways = list(MULTIPLES)
+    parser.add_argument("--ways", nargs="+", default=ways, choices=ways)
+    parser.add_argument("--steps", type=int, default=5)
+    add_output(parser)
+    parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        run([train], *arguments.run)
+        return
+    write = writer(arguments.output, made_by(__file__))
+    for name in arguments.models:
+        for text in rows_of(name, arguments.ways, arguments.steps):
+            write(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()
