@@ -15,7 +15,6 @@ import statistics
 import time
 
 from measured_steps import Process
-from measured_steps import answer
 from measured_steps import fit
 from measured_steps import run
 from table import add_output
@@ -29,12 +28,11 @@ BUDGET = "kmem, memory_budget"
 # Multiples of Keras's largest batch, until one does not train.
 MULTIPLES = {
     SCOPE: (1, 2, 3, 4),
-    REMAT: (2, 3, 4, 5, 6),
+    REMAT: (2, 3, 4, 5),
     BUDGET: (4, 16, 32),
 }
 DEVICE_BYTES = {"ResNet50": 10**9, "transformer": 5 * 10**8}
 NUM_PLAIN_STEPS = 2
-OUT_OF_MEMORY = "ResourceExhaustedError"
 
 
 def train(name, way, num_rows, device_bytes):
@@ -112,9 +110,7 @@ def rows_of(name, ways, num_steps):
                         result = process.ask()
                         turns.append(keras.ask())
                 turns = [None, *turns]
-                yield line(
-                    name, way, multiple, rows, process.answers, turns
-                )
+                yield line(name, way, multiple, rows, process.answers, turns)
                 if "error" in result:
                     break
 

@@ -67,9 +67,9 @@ def unet():
     return model, images, (images[..., 0] > 0).astype("int32")
 
 
-def transformer(num_layers=12):
+def transformer(num_layers=12, num_rows=16):
     """Layers that are normalized before each of their two halves."""
-    width, length, num_rows = 128, 128, 16
+    width, length = 128, 128
     x = inputs = keras.Input((length, width))
     for _ in range(num_layers):
         y = layers.LayerNormalization()(x)

@@ -37,8 +37,9 @@ from kmem.session import Session
 _MARGIN = 0.01
 # The line may be wrong by this much: a rehearsal tells.
 _TOLERANCE = 1.1
-# By how much another number of parts, or a plan, has to be quicker.
-_LEAST_GAIN = 0.02
+# By how much another number of parts, or a plan, has to be quicker: more than
+# two measurements of the same step differ by.
+_LEAST_GAIN = 0.05
 # What the parts of a step can cost besides their rows, as a share of it.
 _MOST_OVERHEAD = 0.5
 _AT_MOST_SECONDS = 5.0

@@ -23,6 +23,9 @@ from kmem.sharding import agreeing
 # Those of a graph's operations that run side by side end in another order
 # each time, which makes peaks differ by an operation's result.
 _NUM_STEPS = 6
+# Of short steps more are taken where their time matters: the quickest of many
+# is hardly disturbed by what else the machine does.
+_MOST_STEPS, _AT_LEAST_SECONDS = 30, 0.5
 # Threads that have fallen asleep, as between the steps of `fit`, begin their
 # work in another order than those that go on at once.
 _PAUSE_SECONDS = 0.05
@@ -97,7 +100,13 @@ def rehearse_on_batch(
     data = batches.made_up(batch)
     num_steps = _num_steps(session.model, accumulates=False)
     with _installed(session):
-        return _measured(session.on_batch(), data, num_steps, at_most_seconds)
+        return _measured(
+            session.on_batch(),
+            data,
+            num_steps,
+            _AT_LEAST_SECONDS,
+            at_most_seconds,
+        )
 
 
 @contextlib.contextmanager
@@ -114,19 +123,25 @@ def _installed(session: Session) -> Iterator[None]:
 
 
 def _measured(
-    step: Callable, data, num_steps: int, at_most_seconds: float = math.inf
+    step: Callable,
+    data,
+    num_steps: int,
+    at_least_seconds: float = 0.0,
+    at_most_seconds: float = math.inf,
 ) -> Rehearsal | None:
     peaks, seconds = [], []
     try:
         # The first run traces, and may take memory that no other does.
         timed(step, data)
-        while len(peaks) < num_steps:
+        for number in range(_MOST_STEPS):
+            if number >= num_steps and sum(seconds) >= at_least_seconds:
+                break
+            if number > 1 and sum(seconds) > at_most_seconds:
+                break
             time.sleep(_PAUSE_SECONDS)
             with memory.track() as usage:
                 seconds.append(timed(step, data))
             peaks.append(usage.peak_bytes)
-            if len(peaks) > 1 and sum(seconds) > at_most_seconds:
-                break
     except tf.errors.ResourceExhaustedError:
         return None
     # What differs between a few steps differs more between many.

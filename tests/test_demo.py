@@ -10,7 +10,8 @@ from kmem import cli
 from kmem import demo
 
 
-@pytest.mark.slow
+# CI runs the demonstration itself, which checks its own story.
+@pytest.mark.exhaustive
 def test_the_demo_tells_its_story(python, native_library, tmp_path):
     path = tmp_path / "picture.png"
     status, output, errors = python.run(

@@ -60,8 +60,15 @@ def test_all_modes_train_and_leave_no_trace(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ("MobileNetV2", "EfficientNetB0"))
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("MobileNetV2", "float16"),
+        ("EfficientNetB0", "bfloat16"),
+        pytest.param("MobileNetV2", "bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param("EfficientNetB0", "float16", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_applications_train_and_leave_no_trace(name, dtype):
     model, data = build_application(name)
     check_trains_and_leaves_no_trace(model, data, dtype, "graph")
