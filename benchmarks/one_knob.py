@@ -82,13 +82,7 @@ def separable(num_rows=32):
     from keras import layers
 
     x = inputs = keras.Input((64, 64, 3))
-    for num_filters, strides in (
-        (32, 2),
-        (64, 1),
-        (128, 2),
-        (128, 1),
-        (256, 2),
-    ):
+    for num_filters, strides in [(32, 2), (64, 1), (128, 2), (256, 2)]:
         x = layers.SeparableConv2D(num_filters, 3, strides, "same")(x)
         x = layers.LayerNormalization()(x)
         x = layers.Activation("swish")(x)
