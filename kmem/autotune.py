@@ -228,23 +228,24 @@ class Search:
         some = excerpt(self._batch, within)
         for _ in range(_MAX_PLANS):
             try:
-                remat = planner.with_plan(
+                plan = planner.make_plan(
                     self._model,
-                    some.options,
                     some.batch,
-                    self._reserved + some.left_bytes + less,
+                    some.options,
+                    "measured",
                     self._verbose,
-                ).remat
+                    self._reserved + some.left_bytes + less,
+                )
             except tf.errors.ResourceExhaustedError:
                 # A layer by itself has no room, in parts of this size.
                 return False
             except ValueError as error:
                 self.error = error
                 return False
-            planned = dataclasses.replace(options, remat=remat)
-            expected = seconds * remat.plan.slowdown
+            planned = dataclasses.replace(options, remat=Remat(plan=plan))
+            expected = seconds * plan.slowdown
             if before and not _is_quicker(expected, before.seconds):
-                peak = remat.plan.predicted_peak_bytes + some.left_bytes
+                peak = plan.predicted_peak_bytes + some.left_bytes
                 self.tried.append(Choice(planned, peak, expected))
                 return False
             way = self._rehearsed(planned)
