@@ -344,9 +344,11 @@ def _sources(*suffixes: str) -> list[pathlib.Path]:
 def _compile_flags() -> list[str]:
     import tensorflow as tf
 
-    # As a folder of the system: warnings in TensorFlow's headers are not
-    # for our users.
-    return [*_FLAGS, f"-isystem{tf.sysconfig.get_include()}"] + [
+    # As folders of the system: warnings in TensorFlow's headers are not for
+    # our users. Some of them include one that lies elsewhere.
+    include = tf.sysconfig.get_include()
+    folders = (include, f"{include}/external/farmhash_archive/src")
+    return [*_FLAGS, *(f"-isystem{folder}" for folder in folders)] + [
         flag
         for flag in tf.sysconfig.get_compile_flags()
         if not flag.startswith("-I")

@@ -35,6 +35,7 @@ Operator* Runtime::Record(const std::vector<Tensor*>& inputs,
   counts_.total_nanoseconds += nanoseconds;
   if (pure) {
     for (Tensor* input : inputs) {
+      if (input == nullptr) continue;
       input->readers.push_back({op, op->inputs.size()});
       op->inputs.push_back({input, input->readers.size() - 1});
     }

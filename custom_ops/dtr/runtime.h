@@ -107,7 +107,8 @@ class Runtime {
   Status Lock(const std::vector<Tensor*>& tensors);
   void Unlock(const std::vector<Tensor*>& tensors);
 
-  // Adds an operator that has just run. Its outputs have a handle each. Not
+  // Adds an operator that has just run. Its outputs have a handle each. Inputs
+  // that are nullptr are the driver's own. Not
   // `pure`: it will not run again, and does not keep its inputs. Without
   // inputs and not pure, it stands for what comes from outside. Returns
   // nullptr if it has no outputs: there is nothing to remember.

@@ -9,9 +9,10 @@
 #include <cstdio>
 #include <memory>
 #include <string>
-#include <string_view>
 
 #include "../memory/budget_allocator.h"
+#include "tensorflow/c/eager/tfe_tensorhandle_internal.h"
+#include "tensorflow/core/common_runtime/eager/custom_device.h"
 #include "tf_session.h"
 #include "tf_sum.h"
 
@@ -21,13 +22,11 @@ const char* const kCustomDeviceName =
     "/job:localhost/replica:0/task:0/device:KMEM_DTR:0";
 
 TrackedHandle* TrackedHandleOf(TFE_TensorHandle* handle) {
-  StatusPtr status = NewStatus();
-  const char* name = TFE_TensorHandleDeviceName(handle, status.get());
-  if (name == nullptr || std::string_view(name) != kCustomDeviceName) {
-    return nullptr;
-  }
-  return static_cast<TrackedHandle*>(
-      TFE_TensorHandleDevicePointer(handle, status.get()));
+  auto* inner = tensorflow::unwrap(handle);
+  if (!tensorflow::CustomDeviceTensorHandle::classof(inner)) return nullptr;
+  auto* custom = static_cast<tensorflow::CustomDeviceTensorHandle*>(inner);
+  if (custom->device()->name() != kCustomDeviceName) return nullptr;
+  return static_cast<TrackedHandle*>(custom->DevicePointer());
 }
 
 namespace {

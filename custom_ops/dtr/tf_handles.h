@@ -1,12 +1,16 @@
 // TensorFlow's C objects as C++ values: freed with their owner.
+//
+// What is asked of every operand goes to TensorFlow's own classes: a call of
+// the C API makes a status, and all of them together would take as long as an
+// operator does.
 
 #ifndef KMEM_DTR_TF_HANDLES_H_
 #define KMEM_DTR_TF_HANDLES_H_
 
 #include <cstdint>
 #include <memory>
-#include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "tensorflow/c/eager/c_api.h"
 #include "tensorflow/c/eager/c_api_experimental.h"
 
@@ -31,10 +35,7 @@ inline bool IsOk(const StatusPtr& status) {
 }
 
 // One more reference to the same handle: its address stays the same.
-inline HandlePtr Share(TFE_TensorHandle* handle) {
-  return HandlePtr(
-      TFE_TensorHandleCopySharingTensor(handle, NewStatus().get()));
-}
+HandlePtr Share(TFE_TensorHandle* handle);
 
 // Whether a tensor of this type is plain bytes. Others are never tracked.
 inline bool IsPlainData(TF_DataType type) {
@@ -51,25 +52,11 @@ struct Extent {
   int64_t bytes = 0;
 };
 
-// Of a tensor on a physical device; waits for its kernels. Empty if it is not
-// plain.
-inline Extent ExtentOf(TFE_TensorHandle* handle) {
-  if (!IsPlainData(TFE_TensorHandleDataType(handle))) return {};
-  StatusPtr status = NewStatus();
-  void* start = TFE_TensorHandleDevicePointer(handle, status.get());
-  if (!IsOk(status)) return {};
-  const size_t bytes = TFE_TensorHandleDeviceMemorySize(handle, status.get());
-  return {reinterpret_cast<uintptr_t>(start), static_cast<int64_t>(bytes)};
-}
+// Of a tensor on a physical device, once it is there. Empty if it is not plain.
+Extent ExtentOf(TFE_TensorHandle* handle);
 
-inline std::vector<int64_t> ShapeOf(TFE_TensorHandle* handle) {
-  StatusPtr status = NewStatus();
-  std::vector<int64_t> shape(TFE_TensorHandleNumDims(handle, status.get()));
-  for (size_t i = 0; i < shape.size(); ++i) {
-    shape[i] = TFE_TensorHandleDim(handle, i, status.get());
-  }
-  return shape;
-}
+using Shape = absl::InlinedVector<int64_t, 4>;
+Shape ShapeOf(TFE_TensorHandle* handle);
 
 }  // namespace kmem::dtr
 

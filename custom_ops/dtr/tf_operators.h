@@ -4,11 +4,13 @@
 #ifndef KMEM_DTR_TF_OPERATORS_H_
 #define KMEM_DTR_TF_OPERATORS_H_
 
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "tensorflow/c/eager/c_api.h"
+#include "tensorflow/core/platform/fingerprint.h"
+#include "tf_handles.h"
 
 namespace kmem::dtr {
 
@@ -19,14 +21,43 @@ enum class Kind {
   kOther,            // Runs once.
 };
 
-class Operators {
+// What operators have in common that differ in their inputs only: the name,
+// the attributes, and a TFE_Op to run. To make one for each operator would
+// take as long as TensorFlow takes to run it.
+class Signature {
  public:
-  Kind KindOf(const TFE_Op* op, const std::vector<TFE_TensorHandle*>& inputs);
+  // Of an operator, to run on a physical device.
+  Signature(const TFE_Op* op, const std::string& device);
+
+  Kind KindWith(const std::vector<TFE_TensorHandle*>& inputs) const;
+  const std::string& name() const;
+
+  // A TFE_Op without inputs, to be given back when it has run.
+  OpPtr Take();
+  void GiveBack(OpPtr op);
 
  private:
-  bool IsStateful(const TFE_Op* op, const std::string& name);
+  OpPtr Copy(const TFE_Op* op) const;
 
-  std::unordered_map<std::string, bool> stateful_;  // By name.
+  const std::string device_;
+  const OpPtr original_;
+  OpPtr idle_;  // nullptr while it runs: a Python function may call another.
+  const bool stateful_;
+};
+
+class Operators {
+ public:
+  explicit Operators(std::string device) : device_(std::move(device)) {}
+
+  std::shared_ptr<Signature> SignatureOf(const TFE_Op* op);
+
+ private:
+  using Fingerprint = tensorflow::Fprint128;
+
+  const std::string device_;
+  std::unordered_map<Fingerprint, std::shared_ptr<Signature>,
+                     tensorflow::Fprint128Hasher>
+      signatures_;
 };
 
 }  // namespace kmem::dtr

@@ -4,8 +4,11 @@
 #include <chrono>
 #include <utility>
 
+#include "tensorflow/c/eager/immediate_execution_context.h"
 #include "tensorflow/c/eager/immediate_execution_operation.h"
+#include "tensorflow/c/eager/tfe_context_internal.h"
 #include "tensorflow/c/eager/tfe_op_internal.h"
+#include "tensorflow/c/eager/tfe_tensorhandle_internal.h"
 
 namespace kmem::dtr {
 namespace {
@@ -66,19 +69,20 @@ std::mutex Session::knowledge_mutex;
 
 Session::Session(PhysicalDevice* device, std::unique_ptr<Heuristic> heuristic,
                  const Options& options)
-    : device_(device), runtime_(this, std::move(heuristic), options) {}
+    : device_(device),
+      operators_(device->name()),
+      runtime_(this, std::move(heuristic), options) {}
 
 // ------------------------------------------------------------- the first time
 
 void Session::Execute(const TFE_Op* op, int* num_outputs,
                       TFE_TensorHandle** outputs, TF_Status* status) {
   Executing executing(execution_mutex);
-  Call call;
+  std::unique_ptr<Call> taken = std::move(idle_call_);
+  if (taken == nullptr) taken = std::make_unique<Call>();
+  Call& call = *taken;
   if (!Read(op, &call, status)) return;
-  OpPtr run(TFE_NewOp(call.context, TFE_OpGetName(op, status), status));
-  if (run == nullptr) return;
-  TFE_OpSetDevice(run.get(), device_->name().c_str(), status);
-  TFE_OpAddAttrs(run.get(), TFE_OpGetAttrs(op));
+  OpPtr run = call.signature->Take();
 
   Knowing knowing;
   runtime_.set_recomputation_limit(kMostSlowdown * first_nanoseconds_ +
@@ -102,20 +106,35 @@ void Session::Execute(const TFE_Op* op, int* num_outputs,
   first_nanoseconds_ += nanoseconds;
   if (TF_GetCode(status) == TF_OK) {
     if (call.kind == Kind::kPure) {
-      Remember(call, std::move(run), nanoseconds, *num_outputs, outputs);
+      Remember(&call, nanoseconds, *num_outputs, outputs, status);
     } else if (call.kind == Kind::kReadsVariable) {
-      RememberRead(call, outputs);
+      RememberRead(call, outputs, status);
     }
   }
-  run.reset();  // It holds the inputs.
+  call.signature->GiveBack(std::move(run));
   runtime_.Unlock(call.tracked);
+  call.Clear();
+  idle_call_ = std::move(taken);
+}
+
+void Session::Call::Clear() {
+  signature.reset();
+  given.clear();
+  tensors.clear();
+  tracked.clear();
+  names.clear();
+  borrowed.clear();
+  extents.clear();
+  sources.clear();
+  outputs.clear();
+  places.clear();
 }
 
 bool Session::Read(const TFE_Op* op, Call* call, TF_Status* status) {
-  call->context = TFE_OpGetContext(op, status);
-  const int num_inputs = TFE_OpGetFlatInputCount(op, status);
-  for (int i = 0; i < num_inputs; ++i) {
-    TFE_TensorHandle* given = TFE_OpGetFlatInput(op, i, status);
+  auto* inner = tensorflow::unwrap(const_cast<TFE_Op*>(op));
+  call->context = tensorflow::wrap(inner->GetContext());
+  for (auto* input : inner->GetInputs()) {
+    TFE_TensorHandle* given = tensorflow::wrap(input);
     const TrackedHandle* handle = TrackedHandleOf(given);
     Tensor* tensor = nullptr;
     Trace::Name name = 0;
@@ -133,7 +152,8 @@ bool Session::Read(const TFE_Op* op, Call* call, TF_Status* status) {
     call->tensors.push_back(tensor);
     call->names.push_back(name);
   }
-  call->kind = operators_.KindOf(op, call->given);
+  call->signature = operators_.SignatureOf(op);
+  call->kind = call->signature->KindWith(call->given);
   return TF_GetCode(status) == TF_OK;
 }
 
@@ -179,16 +199,39 @@ void Session::RunKernel(TFE_Op* op, bool pure, int* num_outputs,
   }
 }
 
-void Session::Remember(const Call& call, OpPtr op, int64_t nanoseconds,
-                       int num_outputs, TFE_TensorHandle** outputs) {
-  std::vector<Extent> extents;
-  for (size_t i = 0; i < call.given.size(); ++i) {
-    extents.push_back(ExtentOf(
-        call.tensors[i] ? ValueOf(call.tensors[i])->handle.get()
-                        : call.given[i]));
+void Session::Remember(Call* call, int64_t nanoseconds, int num_outputs,
+                       TFE_TensorHandle** outputs, TF_Status* status) {
+  FindOutputs(call, num_outputs, outputs);
+  if (call->outputs.empty()) return;
+  std::vector<HandlePtr> small = FindSources(call);
+  Trace::Name name = 0;
+  if (trace_ != nullptr) {
+    name = trace_->Call(call->signature->name(), call->names, call->outputs,
+                        nanoseconds);
   }
-  std::vector<Output> recorded;
-  std::vector<int> tracked;
+  auto* work = new Work{call->signature, std::move(small), num_outputs,
+                        call->places};
+  Operator* op =
+      runtime_.Record(call->tensors, call->outputs, nanoseconds, true, work);
+  for (size_t i = 0; i < call->places.size(); ++i) {
+    outputs[call->places[i]] =
+        NewHandle(call->context, &op->outputs[i], name == 0 ? 0 : name + i,
+                  status);
+  }
+  // From now on their readers keep them.
+  for (Tensor* source : call->sources) runtime_.Release(source);
+}
+
+// Which of the operator's outputs are tracked, and whose bytes they are.
+void Session::FindOutputs(Call* call, int num_outputs,
+                          TFE_TensorHandle** outputs) {
+  std::vector<Extent>& extents = call->extents;
+  const size_t num_inputs = call->given.size();
+  for (size_t i = 0; i < num_inputs; ++i) {
+    const Tensor* tensor = call->tensors[i];
+    extents.push_back(ExtentOf(tensor ? ValueOf(tensor)->handle.get()
+                                      : call->given[i]));
+  }
   for (int i = 0; i < num_outputs; ++i) {
     const Extent extent = ExtentOf(outputs[i]);
     const auto holder =
@@ -197,8 +240,8 @@ void Session::Remember(const Call& call, OpPtr op, int64_t nanoseconds,
     const size_t place = holder - extents.begin();
     Output output;
     output.bytes = extent.bytes;
-    if (place < call.given.size()) {
-      if (call.tensors[place] == nullptr) continue;
+    if (place < num_inputs) {
+      if (call->tensors[place] == nullptr) continue;
       output.view_of = static_cast<int>(place);
     } else if (holder != extents.end()) {
       output.bytes = 0;  // It shares with another output, which counts.
@@ -208,46 +251,36 @@ void Session::Remember(const Call& call, OpPtr op, int64_t nanoseconds,
       extents.push_back(extent);
     }
     output.payload = new Value{HandlePtr(outputs[i]), nullptr};
-    recorded.push_back(output);
-    tracked.push_back(i);
+    call->outputs.push_back(output);
+    call->places.push_back(i);
   }
-  if (tracked.empty()) return;
-
-  std::vector<Tensor*> inputs = call.tensors;
-  std::vector<Tensor*> made;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (inputs[i] != nullptr) continue;
-    const auto known = sources_.find(call.given[i]);
-    if (known != sources_.end()) {
-      inputs[i] = known->second;
-      continue;
-    }
-    inputs[i] = MakeOutside(Share(call.given[i]), nullptr);
-    sources_[call.given[i]] = inputs[i];
-    made.push_back(inputs[i]);
-  }
-  Trace::Name name = 0;
-  if (trace_ != nullptr) {
-    std::vector<Trace::Name> names = call.names;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      if (call.tensors[i] == nullptr) names[i] = ValueOf(inputs[i])->name;
-    }
-    name = trace_->Call(tensorflow::unwrap(op.get())->Name(), names, recorded,
-                        nanoseconds);
-  }
-  tensorflow::unwrap(op.get())->Clear();  // Of its inputs.
-  auto* work = new Work{std::move(op), num_outputs, tracked};
-  Operator* remembered =
-      runtime_.Record(inputs, recorded, nanoseconds, true, work);
-  for (size_t i = 0; i < tracked.size(); ++i) {
-    outputs[tracked[i]] = NewHandle(call.context, &remembered->outputs[i],
-                                    name == 0 ? 0 : name + i);
-  }
-  // From now on its readers keep it.
-  for (Tensor* source : made) runtime_.Release(source);
 }
 
-void Session::RememberRead(const Call& call, TFE_TensorHandle** output) {
+// Makes known what comes from outside, but for small inputs, which it returns:
+// their operator holds them. A trace has all of them.
+std::vector<HandlePtr> Session::FindSources(Call* call) {
+  std::vector<HandlePtr> small;
+  for (size_t i = 0; i < call->given.size(); ++i) {
+    if (call->tensors[i] != nullptr) continue;
+    TFE_TensorHandle* given = call->given[i];
+    if (call->extents[i].bytes < kSmallestBytes && trace_ == nullptr) {
+      small.resize(call->given.size());
+      small[i] = Share(given);
+      continue;
+    }
+    Tensor*& source = sources_[given];
+    if (source == nullptr) {
+      source = MakeOutside(Share(given), nullptr);
+      call->sources.push_back(source);
+    }
+    call->tensors[i] = source;
+    call->names[i] = ValueOf(source)->name;
+  }
+  return small;
+}
+
+void Session::RememberRead(const Call& call, TFE_TensorHandle** output,
+                           TF_Status* status) {
   HandlePtr handle(*output);
   const Extent extent = ExtentOf(handle.get());
   if (extent.bytes < kSmallestBytes) {
@@ -258,12 +291,12 @@ void Session::RememberRead(const Call& call, TFE_TensorHandle** output) {
   for (Tensor* tensor : reads) {
     if (ExtentOf(ValueOf(tensor)->handle.get()).start == extent.start) {
       runtime_.Retain(tensor);
-      *output = NewHandleOfRead(call.context, tensor);
+      *output = NewHandleOfRead(call.context, tensor, status);
       return;
     }
   }
   reads.push_back(MakeOutside(std::move(handle), Share(call.given[0])));
-  *output = NewHandleOfRead(call.context, reads.back());
+  *output = NewHandleOfRead(call.context, reads.back(), status);
 }
 
 Tensor* Session::MakeOutside(HandlePtr handle, HandlePtr variable) {
@@ -276,14 +309,14 @@ Tensor* Session::MakeOutside(HandlePtr handle, HandlePtr variable) {
 }
 
 TFE_TensorHandle* Session::NewHandleOfRead(TFE_Context* context,
-                                           Tensor* tensor) {
+                                           Tensor* tensor, TF_Status* status) {
   const Trace::Name name = ValueOf(tensor)->name;
   const bool traced = trace_ != nullptr && name != 0;
-  return NewHandle(context, tensor, traced ? trace_->Copy(name) : 0);
+  return NewHandle(context, tensor, traced ? trace_->Copy(name) : 0, status);
 }
 
 TFE_TensorHandle* Session::NewHandle(TFE_Context* context, Tensor* tensor,
-                                     Trace::Name name) {
+                                     Trace::Name name, TF_Status* status) {
   TFE_TensorHandle* value = ValueOf(tensor)->handle.get();
   TFE_CustomDeviceTensorHandle methods;
   methods.num_dims = [](void* data, TF_Status*) {
@@ -296,11 +329,10 @@ TFE_TensorHandle* Session::NewHandle(TFE_Context* context, Tensor* tensor,
     std::unique_ptr<TrackedHandle> handle(static_cast<TrackedHandle*>(data));
     handle->session->Release(*handle);
   };
-  StatusPtr status = NewStatus();
   return TFE_NewCustomDeviceTensorHandle(
       context, kCustomDeviceName, TFE_TensorHandleDataType(value),
       new TrackedHandle{shared_from_this(), tensor, ShapeOf(value), name},
-      methods, status.get());
+      methods, status);
 }
 
 // ----------------------------------------------------------- what comes after
@@ -356,14 +388,19 @@ int64_t Session::BytesInUse() const { return device_->BytesInUse(); }
 Status Session::Run(const Operator& op, std::vector<void*>* payloads) {
   const Work& work = *static_cast<const Work*>(op.work);
   StatusPtr status = NewStatus();
-  for (const Input& input : op.inputs) {
-    TFE_OpAddInput(work.op.get(), ValueOf(input.tensor)->handle.get(),
+  OpPtr run = work.signature->Take();
+  const size_t num_inputs = std::max(op.inputs.size(), work.small.size());
+  for (size_t i = 0, next = 0; i < num_inputs; ++i) {
+    const bool is_small = !work.small.empty() && work.small[i] != nullptr;
+    TFE_OpAddInput(run.get(),
+                   is_small ? work.small[i].get()
+                            : ValueOf(op.inputs[next++].tensor)->handle.get(),
                    status.get());
   }
   std::vector<TFE_TensorHandle*> made(work.num_outputs);
   int num_outputs = work.num_outputs;
-  RunKernel(work.op.get(), true, &num_outputs, made.data(), status.get());
-  tensorflow::unwrap(work.op.get())->Clear();
+  RunKernel(run.get(), true, &num_outputs, made.data(), status.get());
+  work.signature->GiveBack(std::move(run));
   if (!IsOk(status)) {
     return Status(TF_GetCode(status.get()) == TF_RESOURCE_EXHAUSTED
                       ? Code::kNoRoom

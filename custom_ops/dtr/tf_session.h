@@ -78,32 +78,47 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   };
   // How to run an operator again.
   struct Work {
-    OpPtr op;  // Without inputs.
+    std::shared_ptr<Signature> signature;
+    // Small inputs from outside at their places, nullptr at the others. Empty
+    // if there are none.
+    std::vector<HandlePtr> small;
     int num_outputs;
     std::vector<int> tracked;  // Which of its outputs.
   };
   // An operator that runs for the first time.
   struct Call {
+    void Clear();
+
     TFE_Context* context;
+    std::shared_ptr<Signature> signature;
     Kind kind;
     std::vector<TFE_TensorHandle*> given;  // Its inputs.
     std::vector<Tensor*> tensors;     // Of each; nullptr for what is plain.
     std::vector<Tensor*> tracked;     // Those that are not.
     std::vector<Trace::Name> names;   // Of each; 0 for what is plain.
     std::vector<HandlePtr> borrowed;  // Values from other sessions.
+    // What is recorded of it.
+    std::vector<Extent> extents;  // Of its inputs, then of its outputs.
+    std::vector<Tensor*> sources;  // Inputs that were not known before.
+    std::vector<Output> outputs;
+    std::vector<int> places;  // Of those among all its outputs.
   };
 
   bool Read(const TFE_Op* op, Call* call, TF_Status* status);
   Status SettleReaders(const Call& call);
   void RunKernel(TFE_Op* op, bool pure, int* num_outputs,
                  TFE_TensorHandle** outputs, TF_Status* status);
-  void Remember(const Call& call, OpPtr op, int64_t nanoseconds,
-                int num_outputs, TFE_TensorHandle** outputs);
-  void RememberRead(const Call& call, TFE_TensorHandle** output);
+  void Remember(Call* call, int64_t nanoseconds, int num_outputs,
+                TFE_TensorHandle** outputs, TF_Status* status);
+  void FindOutputs(Call* call, int num_outputs, TFE_TensorHandle** outputs);
+  std::vector<HandlePtr> FindSources(Call* call);
+  void RememberRead(const Call& call, TFE_TensorHandle** output,
+                    TF_Status* status);
   Tensor* MakeOutside(HandlePtr handle, HandlePtr variable);
   TFE_TensorHandle* NewHandle(TFE_Context* context, Tensor* tensor,
-                              Trace::Name name);
-  TFE_TensorHandle* NewHandleOfRead(TFE_Context* context, Tensor* tensor);
+                              Trace::Name name, TF_Status* status);
+  TFE_TensorHandle* NewHandleOfRead(TFE_Context* context, Tensor* tensor,
+                                    TF_Status* status);
 
   static Value* ValueOf(const Tensor* tensor) {
     return static_cast<Value*>(tensor->payload);
@@ -115,6 +130,7 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   std::unordered_map<TFE_TensorHandle*, Tensor*> sources_;
   // The values of a variable, likewise.
   std::unordered_map<TFE_TensorHandle*, std::vector<Tensor*>> reads_;
+  std::unique_ptr<Call> idle_call_;  // For the memory of its lists.
   std::unique_ptr<Trace> trace_;
   std::string no_room_;  // Why the last request was refused.
   int64_t first_nanoseconds_ = 0;
@@ -125,7 +141,7 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
 struct TrackedHandle {
   std::shared_ptr<Session> session;
   Tensor* tensor;
-  std::vector<int64_t> shape;
+  Shape shape;
   Trace::Name name;  // 0 if it is in no trace.
 };
 

@@ -1,8 +1,9 @@
 #include "tf_sum.h"
 
-#include <string_view>
 #include <vector>
 
+#include "tensorflow/c/eager/immediate_execution_operation.h"
+#include "tensorflow/c/eager/tfe_op_internal.h"
 #include "tf_handles.h"
 
 namespace kmem::dtr {
@@ -35,10 +36,10 @@ HandlePtr Sum(Session* session, TFE_Context* context,
 }  // namespace
 
 bool IsLargeSum(const TFE_Op* op, const PhysicalDevice& device) {
-  StatusPtr status = NewStatus();
-  if (std::string_view(TFE_OpGetName(op, status.get())) != "AddN") {
+  if (tensorflow::unwrap(const_cast<TFE_Op*>(op))->Name() != "AddN") {
     return false;
   }
+  StatusPtr status = NewStatus();
   const int64_t num_addends = TFE_OpGetFlatInputCount(op, status.get());
   if (num_addends <= kWidth + 1) return false;  // One part.
   TFE_TensorHandle* addend = TFE_OpGetFlatInput(op, 0, status.get());
