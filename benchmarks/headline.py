@@ -89,14 +89,14 @@ def largest_of_keras(name, device_bytes):
     return fits
 
 
-def rows_of(name, ways, num_steps):
+def lines(name, ways, num_steps):
     """Gives the lines of the table for a model."""
     device_bytes = DEVICE_BYTES[name]
     largest = largest_of_keras(name, device_bytes)
     with Process(train, name, KERAS, str(largest), str(device_bytes)) as keras:
         for _ in range(num_steps + 1):
             keras.ask()
-        yield line(name, KERAS, 1, largest, keras.answers, keras.answers)
+        yield row(name, KERAS, 1, largest, keras.answers, keras.answers)
         for way in ways:
             for multiple in MULTIPLES[way]:
                 rows = multiple * largest
@@ -110,12 +110,12 @@ def rows_of(name, ways, num_steps):
                         result = process.ask()
                         turns.append(keras.ask())
                 turns = [None, *turns]
-                yield line(name, way, multiple, rows, process.answers, turns)
+                yield row(name, way, multiple, rows, process.answers, turns)
                 if "error" in result:
                     break
 
 
-def line(name, way, multiple, rows, answers, keras):
+def row(name, way, multiple, rows, answers, keras):
     head = f"| {name} | {way} | {multiple} | {rows} |"
     if "error" in answers[-1]:
         return f"{head} {answers[-1]['error']} | | | |"
@@ -126,6 +126,27 @@ def line(name, way, multiple, rows, answers, keras):
     return (
         f"{head} {peak:.1f} | {ratio / multiple:.2f} | {waited:.0f} | "
         f"{answers[-1]['chosen']} |"
+    )
+
+
+def header(num_steps):
+    sizes = ", ".join(
+        f"{name}: {size / 1e6:.0f} MB" for name, size in DEVICE_BYTES.items()
+    )
+    return (
+        "# What trains in a device of a fixed size\n\n"
+        f"{made_by(__file__)}\n\n"
+        f"Graph mode, SGD with momentum; the device is the CPU, limited to "
+        f"{sizes}. Keras's batch is the largest that trains. Peak: the most "
+        f"that is in memory during a step, in {num_steps} steps after the "
+        "first: parameters, optimizer, batch, activations, gradients and "
+        "workspace. Time: of a row, relative to that of Keras with its largest "
+        "batch, whose process takes a step after each one; medians. First "
+        "step: after so many seconds, the search for a plan, or for a way, and "
+        "its rehearsals included.\n\n"
+        "| model | way | of Keras's batch | rows | peak, MB | time a row | "
+        "first step, s | chosen |\n"
+        "|---|---|---|---|---|---|---|---|\n"
     )
 
 
@@ -142,9 +163,9 @@ def main():
     if arguments.run:
         run([train], *arguments.run)
         return
-    write = writer(arguments.output, made_by(__file__))
+    write = writer(arguments.output, header(arguments.steps))
     for name in arguments.models:
-        for text in rows_of(name, arguments.ways, arguments.steps):
+        for text in lines(name, arguments.ways, arguments.steps):
             write(f"{text}\n")
 
 

@@ -117,6 +117,7 @@ def choose(
         in_use_bytes=in_use,
         parameter_bytes=_num_bytes(model.variables),
         optimizer_bytes=_num_bytes(model.optimizer.variables),
+        batch=batches.to_json(batch),
     )
 
 

@@ -42,6 +42,7 @@ class MemoryReport:
             optimizer are among it.
         parameter_bytes: Of the model's variables.
         optimizer_bytes: Of the optimizer's.
+        batch: The shapes and dtypes of the batches, as JSON.
         events: A line for each time that training had to adapt.
     """
 
@@ -52,6 +53,7 @@ class MemoryReport:
     in_use_bytes: int
     parameter_bytes: int
     optimizer_bytes: int
+    batch: str
     events: tuple[str, ...] = ()
 
     def summary(self) -> str:

@@ -53,6 +53,6 @@ def run(args: argparse.Namespace) -> int:
     trained.fit(
         x, y, batch_size=args.batch, memory_budget=args.budget, verbose=1
     )
-    report(model, args.output, batch, args.log_dir)
+    report(model, args.output, args.log_dir)
     print(f"drawn: {args.output}")
     return 0

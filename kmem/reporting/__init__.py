@@ -3,7 +3,6 @@
 import io
 import os
 import pathlib
-from typing import Any
 
 import keras
 
@@ -21,7 +20,6 @@ from kmem.session import option_precision
 def report(
     model: keras.Model,
     path: str | os.PathLike,
-    batch: Any = None,
     log_dir: str | os.PathLike | None = None,
 ) -> None:
     """Draws what a model's training took, and what it could have taken.
@@ -35,8 +33,6 @@ def report(
             leaves its `model.memory_report`.
         path: Where to write the page, such as `"report.html"`. The pictures
             are `report_step.png` and the like.
-        batch: One of the batches, as for `kmem.profile`, to draw the step of
-            a choice without a plan, which no plan tells.
         log_dir: A folder of TensorBoard's, to have the pictures there as well.
 
     Raises:
@@ -67,10 +63,7 @@ def report(
             f"Received: model={model.name}, memory_report={found!r}"
         )
     path = pathlib.Path(path)
-    graphs = steps.known_graphs(found)
-    if batch is not None:
-        graphs = _profiled(model, found, batches.specs_of(batch)) | graphs
-    drawn = _draw(found, graphs)
+    drawn = _draw(found, _profiled(model, found))
     for name, (_, png) in drawn.items():
         path.with_name(f"{path.stem}_{name}.png").write_bytes(png)
     by_title = dict(drawn.values())
@@ -80,11 +73,14 @@ def report(
         tensorboard.write_images(by_name, log_dir)
 
 
-def _profiled(model, found: MemoryReport, batch) -> pictures.Graphs:
-    """The steps of the plain and the chosen options."""
+def _profiled(model, found: MemoryReport) -> pictures.Graphs:
+    """The steps of the plain and the chosen options, unless a plan tells."""
+    batch = batches.from_json(found.batch)
     graphs = {}
     for choice in (found.plain, found.chosen):
-        options = steps.without_plan(choice)
+        options = choice.options
+        if steps.plan_of(choice) is not None:
+            continue
         count = options.microbatches.count if options.microbatches else 1
         part = batches.part_of(batch, count)
         with option_precision(model, options):

@@ -26,7 +26,6 @@ _KINDS = {
     "gradients": "#e69f00",
     "activations": "#56b4e9",
     "workspace": "#cc79a7",
-    "gradients, activations, workspace": "#56b4e9",
     "batch and others": "#bdc1c6",
 }
 _MARKERS = {
@@ -41,23 +40,16 @@ Graphs = dict[MemoryOptions, Graph]
 _READABLE = 0.07
 
 
-def draw_step(report: MemoryReport, graphs: Graphs) -> "Figure | None":
-    """Memory over the step, before and after; `None` if nothing tells it."""
-    choices = _before_and_after(report)
-    found = [steps.step_of(choice, graphs) for choice in choices]
-    if not any(found):
-        return None
+def draw_step(report: MemoryReport, graphs: Graphs) -> "Figure":
+    """Memory over the step, before and after."""
     figure = drawing.new_figure("a report")
     axes = figure.subplots()
     scale, unit = _scale(report)
     colors = drawing.GREY, drawing.BLUE
-    for choice, step, color in zip(choices, found, colors, strict=False):
+    for choice, color in zip(_before_and_after(report), colors, strict=False):
         peak = choice.predicted_peak_bytes
         label = f"{describe(choice.options)}: {format_size(peak)}"
-        if step is None:
-            axes.axhline(peak / scale, color=color, ls=":", label=label)
-            continue
-        edges, in_use = step.curve()
+        edges, in_use = steps.step_of(choice, graphs).curve()
         curve = in_use / scale, edges * 1e3
         axes.stairs(*curve, baseline=0, fill=True, color=color, alpha=0.2)
         axes.stairs(

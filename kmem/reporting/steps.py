@@ -103,47 +103,26 @@ def plan_of(choice: Choice) -> Plan | None:
     return plan if isinstance(plan, Plan) else None
 
 
-def without_plan(choice: Choice) -> MemoryOptions:
-    """A choice's options, but for what is recomputed."""
-    return dataclasses.replace(choice.options, remat=None)
-
-
-def known_graphs(report: MemoryReport) -> dict[MemoryOptions, Graph]:
-    """The operations of the steps that plans tell, by `without_plan`."""
-    graphs = {}
-    for choice in all_choices(report):
-        plan = plan_of(choice)
-        if plan is not None:
-            graphs[without_plan(choice)] = plan.network.graph
-    return graphs
-
-
-def step_of(choice: Choice, graphs: dict[MemoryOptions, Graph]) -> Step | None:
-    """A choice's step, if its operations are known."""
+def step_of(choice: Choice, graphs: dict[MemoryOptions, Graph]) -> Step:
+    """A choice's step, by its plan or the operations of its options."""
     plan = plan_of(choice)
     if plan is not None:
         return Step(choice, plan.network.graph, plan.schedule)
-    graph = graphs.get(without_plan(choice))
-    return Step(choice, graph, graph.program) if graph else None
+    graph = graphs[choice.options]
+    return Step(choice, graph, graph.program)
 
 
 def kinds_of_bytes(
     report: MemoryReport, choice: Choice, graphs: dict[MemoryOptions, Graph]
 ) -> dict[str, int]:
     """What a choice's peak consists of; the sum is the predicted peak."""
-    step = step_of(choice, graphs)
     kinds = {
         "parameters": report.parameter_bytes,
         "optimizer": report.optimizer_bytes,
+        **step_of(choice, graphs).at_peak(),
     }
-    peak = choice.predicted_peak_bytes
-    if step is not None:
-        kinds |= step.at_peak()
-    else:
-        during = "gradients, activations, workspace"
-        kinds[during] = max(0, peak - report.in_use_bytes)
-    others = peak - sum(kinds.values())
-    if step is not None and others < 0:
+    others = choice.predicted_peak_bytes - sum(kinds.values())
+    if others < 0:
         # Operations were measured one by one, the peak with all of them.
         kinds["workspace"] += others
     kinds["batch and others"] = others
