@@ -13,6 +13,7 @@ NUM_BATCHES = 5
 
 
 def resnet50():
+    """Of 96 x 96 pixels."""
     model, x, y = remat_models.resnet50(16)
     return model, [(x, y)] * NUM_BATCHES
 
@@ -37,8 +38,24 @@ def lstm():
     return keras.Model(inputs, outputs, name="lstm"), batches
 
 
+class TreeCell(layers.Layer):
+    """Joins the states of two nodes in a binary TreeLSTM (Tai et al., 2015)."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gates = layers.Dense(5 * width)
+
+    def call(self, left, right):
+        (h_left, c_left), (h_right, c_right) = left, right
+        gates = self.gates(keras.ops.concatenate([h_left, h_right], -1))
+        i, o, u, f, g = keras.ops.split(gates, 5, axis=-1)
+        c = keras.ops.sigmoid(i) * keras.ops.tanh(u)
+        c += keras.ops.sigmoid(f) * c_left + keras.ops.sigmoid(g) * c_right
+        return keras.ops.sigmoid(o) * keras.ops.tanh(c), c
+
+
 class TreeLSTM(keras.Model):
-    """A binary TreeLSTM (Tai et al., 2015) that recurses in Python.
+    """A binary TreeLSTM that recurses in Python.
 
     All rows of a batch have the same tree: `children` holds the two children
     of every inner node, the root's last; below `num_leaves` they are leaves.
@@ -48,7 +65,7 @@ class TreeLSTM(keras.Model):
         super().__init__(name="treelstm")
         self.words = layers.Embedding(1000, width)
         self.leaf = layers.Dense(2 * width)
-        self.gates = layers.Dense(5 * width)
+        self.cell = TreeCell(width)
         self.head = layers.Dense(remat_models.NUM_CLASSES)
 
     def call(self, inputs):
@@ -58,16 +75,10 @@ class TreeLSTM(keras.Model):
 
         def state(node):
             if node < num_leaves:
-                return keras.ops.split(
-                    self.leaf(self.words(words[:, node])), 2, axis=-1
-                )
+                leaf = self.leaf(self.words(words[:, node]))
+                return tuple(keras.ops.split(leaf, 2, axis=-1))
             left, right = children[node - num_leaves]
-            (h_left, c_left), (h_right, c_right) = state(left), state(right)
-            gates = self.gates(keras.ops.concatenate([h_left, h_right], -1))
-            i, o, u, f, g = keras.ops.split(gates, 5, axis=-1)
-            c = keras.ops.sigmoid(i) * keras.ops.tanh(u)
-            c += keras.ops.sigmoid(f) * c_left + keras.ops.sigmoid(g) * c_right
-            return keras.ops.sigmoid(o) * keras.ops.tanh(c), c
+            return self.cell(state(left), state(right))
 
         return self.head(state(num_leaves + len(children) - 1)[0])
 

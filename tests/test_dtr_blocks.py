@@ -19,8 +19,8 @@ def compiled(monkeypatch):
     made = []
 
     class CompiledCall(blocks.CompiledCall):
-        def __init__(self, function, join, specs):
-            super().__init__(function, join, specs)
+        def __init__(self, function, join, specs, exact):
+            super().__init__(function, join, specs, exact)
             shapes = [tuple(spec.shape) for spec in specs]
             made.append((function.__self__.name, shapes))
 
@@ -125,6 +125,123 @@ def test_a_layer_of_the_users_own_runs_its_python(compiled):
         layer.attention.name,
         layer.norm.name,
     }
+
+
+def doubled(x):
+    return 2.0 * x
+
+
+class Gated(layers.Layer):
+    """The user's own, whose Python does the same at every step."""
+
+    factor = 0.5
+
+    def __init__(self):
+        super().__init__()
+        self.gate = layers.Dense(8, activation="sigmoid")
+        self.parts = [layers.LayerNormalization(), layers.Dropout(0.2)]
+
+    def joined(self, x, y):
+        return x * self.factor + doubled(y) * x
+
+    def call(self, x):
+        y = self.gate(x)
+        for part in self.parts:
+            y = part(y)
+        if x.shape[1] > 3:
+            y = y + x
+        return self.joined(x, y), keras.ops.tanh(y)
+
+
+class TakesBoth(layers.Layer):
+    def call(self, pair):
+        x, y = pair
+        return keras.ops.sin(x * y) + keras.ops.cos(x) * x - y
+
+
+def gated():
+    inputs = keras.Input((6, 8))
+    return keras.Model(inputs, TakesBoth()(Gated()(inputs)))
+
+
+def test_a_layer_of_the_users_own_is_compiled_if_it_does_the_same(compiled):
+    check_same(gated, rows(4, 6, 8))
+
+    assert [name.split("_")[0] for name, _ in compiled] == ["gated", "takes"]
+
+
+def test_what_a_layer_reads_is_a_part_of_what_it_is_compiled_for(compiled):
+    model = gated()
+    layer = model.layers[1]
+    within = Blocks(model).compiled
+    for factor, size in ((0.5, 4), (0.25, 4), (0.25, 2), (0.5, 4)):
+        layer.factor = factor
+        x = rows(size, 6, 8)
+        with within():
+            got = model(x)
+        np.testing.assert_array_equal(got, model(x))
+
+    sizes = [shape[0] for name, [shape, *_] in compiled if "gated" in name]
+    assert sizes == [4, 4, 2]
+
+
+class Waves(layers.Layer):
+    def call(self, x):
+        return keras.ops.sin(keras.ops.cos(x)) * x + x
+
+
+class Counts(layers.Layer):
+    num_calls = 0
+
+    def call(self, x):
+        self.num_calls = self.num_calls + 1
+        return keras.ops.sin(keras.ops.cos(x)) * self.num_calls
+
+
+class Draws(layers.Layer):
+    def call(self, x):
+        return keras.ops.sin(keras.ops.cos(x)) * np.random.rand()
+
+
+class Remembers(layers.Layer):
+    def call(self, x, seen=[]):  # noqa: B006
+        seen.append(1)
+        return keras.ops.sin(keras.ops.cos(x)) * len(seen)
+
+
+class Branches(layers.Layer):
+    def call(self, x):
+        try:
+            return x * float(keras.ops.sum(x))
+        except TypeError:
+            return x
+
+
+class HasCall(Waves):
+    def __call__(self, x, **options):
+        return super().__call__(x, **options)
+
+
+class Extends(Waves):
+    def call(self, x):
+        return super().call(x) * 2.0
+
+
+class AsksForNumbers(layers.Layer):
+    def call(self, x):
+        y = tf.boolean_mask(x, x > 0)
+        return x * 2.0 if y.shape[0] == 0 else keras.ops.sin(x) * x
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Counts, Draws, Remembers, Branches, HasCall, Extends, AsksForNumbers],
+)
+def test_a_layer_of_the_users_own_that_may_do_anything_runs(kind, compiled):
+    model = keras.Sequential([kind()])
+    gradients(model, tf.constant(rows(4, 6, 8)), compile=True)
+
+    assert not compiled
 
 
 def test_masks_are_handed_on():

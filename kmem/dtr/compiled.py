@@ -46,20 +46,28 @@ class CompiledCall:
         function: What is called.
         join: Gives `(args, kwargs)` for tensors.
         specs: A `tf.TensorSpec` for each tensor.
+        exact: Whether `function` may depend on the shape of everything that it
+            computes, as is known in eager mode only.
 
     Raises:
         CannotCompile: If it cannot be compiled, or is not worth it.
         Exception: Whatever `function` raises when it is traced.
     """
 
-    def __init__(self, function: Callable, join: Callable, specs: list):
+    def __init__(
+        self,
+        function: Callable,
+        join: Callable,
+        specs: list,
+        exact: bool = False,
+    ):
         # Not a `tf.function`: that would take tensors from outside as they
         # are now. Here they are errors.
         graph = tf.Graph()
         with graph.as_default():
-            self._trace(graph, function, join, specs)
+            self._trace(graph, function, join, specs, exact)
 
-    def _trace(self, graph, function, join, specs) -> None:
+    def _trace(self, graph, function, join, specs, exact) -> None:
         inputs = [
             tf.compat.v1.placeholder(spec.dtype, spec.shape) for spec in specs
         ]
@@ -77,6 +85,8 @@ class CompiledCall:
         self._results = Structure((results, losses))
         operations = graph.get_operations()
         _check(operations)
+        if exact:
+            _check_exact(operations)
         self._variables = [variable for variable, _ in run.entry]
         self._assigned = [
             number
@@ -238,6 +248,14 @@ def _check(operations: list) -> None:
     working = [op for op in operations if op.type not in _NO_WORK]
     if len(working) < _LEAST_OPERATIONS:
         raise CannotCompile("It is too small.")
+
+
+def _check_exact(operations: list) -> None:
+    for op in operations:
+        if any(attribute.type == "func" for attribute in op.op_def.attr):
+            raise CannotCompile("It contains a function.")
+        if not all(t.shape.is_fully_defined() for t in op.outputs):
+            raise CannotCompile("It contains a shape that is not known.")
 
 
 def _gradient(tape, targets: list, sources: list) -> tuple[list, list]:
