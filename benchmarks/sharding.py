@@ -139,8 +139,8 @@ def loopback_bytes():
     return int(loopback.split(":")[1].split()[0])
 
 
-def rows(name, num_processes, num_steps):
-    """Gives the lines of the table for a model and a number of processes."""
+def rows(name, sizes, num_steps):
+    """Gives the lines of the table for a model, and numbers of processes."""
     import kmem
 
     def results(way, count):
@@ -148,22 +148,28 @@ def rows(name, num_processes, num_steps):
         return kmem.distributed.launch(main, count)
 
     single = results(SINGLE, 1)
-    mirrored = results(MIRRORED, num_processes)
-    yield row(name, SINGLE, 1, single, single, mirrored)
-    yield row(name, MIRRORED, num_processes, mirrored, single, mirrored)
-    for way in WAYS:
-        found = results(way, num_processes)
-        yield row(name, way, num_processes, found, single, mirrored)
+    yield row(name, SINGLE, 1, single, single, None)
+    for size in sizes:
+        mirrored = results(MIRRORED, size)
+        yield row(name, MIRRORED, size, mirrored, single, mirrored)
+        for way in WAYS:
+            yield row(name, way, size, results(way, size), single, mirrored)
+
+
+def most(found, key):
+    """The most of any process."""
+    return max(each[key] for each in found)
 
 
 def row(name, way, size, found, single, mirrored):
     parameter_bytes = CASES[name].parameter_bytes
     held, peak, seconds = (
-        max(each[key] for each in found)
-        for key in ("held_bytes", "peak_bytes", "seconds")
+        most(found, key) for key in ("held_bytes", "peak_bytes", "seconds")
     )
-    of_peak = peak / max(each["peak_bytes"] for each in mirrored)
-    of_time = seconds / max(each["seconds"] for each in mirrored)
+    of_peak = of_time = "-"
+    if mirrored is not None:
+        of_peak = f"{peak / most(mirrored, 'peak_bytes'):.3f}"
+        of_time = f"{seconds / most(mirrored, 'seconds'):.2f}"
     sent = found[0]["sent_bytes"] / size
     expected = "-"
     if size > 1:
@@ -182,11 +188,11 @@ def row(name, way, size, found, single, mirrored):
         f"{held / 1e6:.1f}",
         f"{held / parameter_bytes:.3f}",
         f"{peak / 1e6:.1f}",
-        f"{of_peak:.3f}",
+        of_peak,
         f"{sent / 1e6:.1f}",
         expected,
         f"{seconds:.3f}",
-        f"{of_time:.2f}",
+        of_time,
         f"{error:.0e}",
     ]
     return f"| {' | '.join(cells)} |"
@@ -232,9 +238,8 @@ def main():
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     write = writer(arguments.output, header(arguments.steps))
     for name in arguments.cases:
-        for num_processes in arguments.processes:
-            for line in rows(name, num_processes, arguments.steps):
-                write(f"{line}\n")
+        for line in rows(name, arguments.processes, arguments.steps):
+            write(f"{line}\n")
 
 
 if __name__ == "__main__":
