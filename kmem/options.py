@@ -189,8 +189,9 @@ class DTR:
             at each eviction.
         heuristic: What is evicted first: `"dtr_eq"`, `"dtr"`, `"ancestors"`,
             `"msps"`, `"local"`, `"size_staleness"`, `"lru"` or `"random"`.
-        compile: `"layers"`: calls of Keras's own layers run as one operator
-            each, in `fit`. `None`: everything runs operator by operator.
+        compile: `"layers"`: calls of layers run as one operator each where
+            that is safe, in `fit`. `None`: everything runs operator by
+            operator.
 
     Raises:
         ValueError: If a field is not of this form.

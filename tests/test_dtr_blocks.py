@@ -217,6 +217,23 @@ class Branches(layers.Layer):
             return x
 
 
+class HasProperty(Waves):
+    @property
+    def factor(self):
+        return np.random.rand()
+
+    def call(self, x):
+        return keras.ops.sin(keras.ops.cos(x)) * self.factor
+
+
+FACTORS = [2.0]
+
+
+class ReadsList(Waves):
+    def call(self, x):
+        return keras.ops.sin(keras.ops.cos(x)) * FACTORS[0]
+
+
 class HasCall(Waves):
     def __call__(self, x, **options):
         return super().__call__(x, **options)
@@ -235,7 +252,8 @@ class AsksForNumbers(layers.Layer):
 
 @pytest.mark.parametrize(
     "kind",
-    [Counts, Draws, Remembers, Branches, HasCall, Extends, AsksForNumbers],
+    [Counts, Draws, Remembers, Branches, HasProperty, ReadsList]
+    + [HasCall, Extends, AsksForNumbers],
 )
 def test_a_layer_of_the_users_own_that_may_do_anything_runs(kind, compiled):
     model = keras.Sequential([kind()])

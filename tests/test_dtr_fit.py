@@ -289,6 +289,8 @@ def test_without_evictions_the_peak_is_that_of_plain_eager():
         ("layers", 0.8, 24),
         pytest.param("layers", 0.8, 200, marks=pytest.mark.slow),
         pytest.param(None, 0.7, 100, marks=pytest.mark.slow),
+        pytest.param("layers", 0.7, 2000, marks=pytest.mark.exhaustive),
+        pytest.param(None, 0.5, 2000, marks=pytest.mark.exhaustive),
     ],
 )
 def test_nothing_grows_over_steps_of_varying_sizes(compile, share, num_steps):

@@ -110,6 +110,17 @@ bool Runtime::Evict() {
   return true;
 }
 
+void Runtime::Use(std::unique_ptr<Heuristic> heuristic) {
+  counts_.num_accesses += heuristic_->num_accesses();
+  heuristic_ = std::move(heuristic);
+  for (const std::unique_ptr<Operator>& op : operators_) {
+    VisitStorages(*op, [&](Storage& storage) {
+      const bool made_here = storage.tensors.front()->maker == op.get();
+      if (made_here && !storage.resident) heuristic_->Evicted(storage);
+    });
+  }
+}
+
 void Runtime::Drop(Storage& storage) {
   for (Tensor* tensor : storage.tensors) Undefine(*tensor);
   storage.resident = false;
@@ -284,7 +295,7 @@ void Runtime::UnlockStorage(Storage& storage) {
 Statistics Runtime::statistics() const {
   Statistics statistics = counts_;
   statistics.num_operators = operators_.size();
-  statistics.num_accesses =
+  statistics.num_accesses +=
       heuristic_->num_accesses() + candidates_.num_accesses();
   for (const std::unique_ptr<Operator>& op : operators_) {
     VisitStorages(*op, [&](const Storage& storage) {

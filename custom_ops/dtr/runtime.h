@@ -125,6 +125,9 @@ class Runtime {
   // Evicts what the heuristic chooses; false if there is nothing.
   bool Evict();
 
+  // Lets another heuristic choose from now on; one that has not been in use.
+  void Use(std::unique_ptr<Heuristic> heuristic);
+
   // Makes the tensor as one that comes from outside, so that what it was
   // made from can go. It is made again first if it has to be.
   Status Settle(Tensor* tensor);
@@ -138,6 +141,9 @@ class Runtime {
     options_.recomputation_limit = nanoseconds;
   }
   int64_t live_bytes() const { return counts_.live_bytes; }
+  int64_t recomputed_nanoseconds() const {
+    return counts_.recomputed_nanoseconds;
+  }
   Statistics statistics() const;
 
  private:
@@ -168,7 +174,7 @@ class Runtime {
   void Remove(Operator* op, std::vector<Operator*>* unwanted);
 
   Driver* const driver_;
-  const std::unique_ptr<Heuristic> heuristic_;
+  std::unique_ptr<Heuristic> heuristic_;
   Options options_;
   Candidates candidates_;
   std::vector<std::unique_ptr<Operator>> operators_;

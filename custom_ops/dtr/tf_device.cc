@@ -9,6 +9,8 @@
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <utility>
 
 #include "../memory/budget_allocator.h"
 #include "tensorflow/c/eager/tfe_tensorhandle_internal.h"
@@ -135,7 +137,9 @@ KMEM_EXPORT bool kmem_dtr_register(void* context, char* message,
 }
 
 // Operators run on GPU:0 if there is one. Options are the fields of their
-// struct. nullptr: no such heuristic.
+// struct. Where the classes of dtr_eq, which cannot be parted again, make it
+// evict what it wants next, the exact cost takes over. nullptr: no such
+// heuristic.
 KMEM_EXPORT void* kmem_dtr_new_session(void* context, const char* heuristic,
                                        const kmem::dtr::Options* options) {
   auto* in = static_cast<TFE_Context*>(context);
@@ -143,8 +147,12 @@ KMEM_EXPORT void* kmem_dtr_new_session(void* context, const char* heuristic,
   if (device == nullptr) device = kmem::dtr::TheCpu(in);
   auto made = kmem::dtr::MakeHeuristic(heuristic, options->seed);
   if (made == nullptr) return nullptr;
+  std::unique_ptr<kmem::dtr::Heuristic> fallback;
+  if (std::string_view(heuristic) == "dtr_eq") {
+    fallback = kmem::dtr::MakeHeuristic("ancestors", options->seed);
+  }
   return new SessionPtr(std::make_shared<kmem::dtr::Session>(
-      device, std::move(made), *options));
+      device, std::move(made), std::move(fallback), *options));
 }
 
 KMEM_EXPORT void kmem_dtr_delete_session(void* session) {

@@ -68,9 +68,10 @@ std::recursive_mutex Session::execution_mutex;
 std::mutex Session::knowledge_mutex;
 
 Session::Session(PhysicalDevice* device, std::unique_ptr<Heuristic> heuristic,
-                 const Options& options)
+                 std::unique_ptr<Heuristic> fallback, const Options& options)
     : device_(device),
       operators_(device->name()),
+      fallback_(std::move(fallback)),
       runtime_(this, std::move(heuristic), options) {}
 
 // ------------------------------------------------------------- the first time
@@ -87,6 +88,10 @@ void Session::Execute(const TFE_Op* op, int* num_outputs,
   Knowing knowing;
   runtime_.set_recomputation_limit(kMostSlowdown * first_nanoseconds_ +
                                    kSecond);
+  if (fallback_ != nullptr &&
+      runtime_.recomputed_nanoseconds() > first_nanoseconds_) {
+    runtime_.Use(std::move(fallback_));
+  }
   Status ready;
   if (call.kind == Kind::kAssignsVariable) ready = SettleReaders(call);
   if (ready.ok()) ready = runtime_.Lock(call.tracked);

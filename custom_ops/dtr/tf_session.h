@@ -36,9 +36,10 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   class Knowing;
   using Executing = std::lock_guard<std::recursive_mutex>;
 
-  // The device must outlive the session.
+  // The device must outlive the session. Once recomputation takes longer than
+  // the program itself, `fallback` takes the heuristic's place, if there is one.
   Session(PhysicalDevice* device, std::unique_ptr<Heuristic> heuristic,
-          const Options& options);
+          std::unique_ptr<Heuristic> fallback, const Options& options);
 
   // Runs an operator; `outputs` get handles on the custom device or plain
   // ones. TensorFlow's message of what is wrong goes into `status`.
@@ -134,6 +135,7 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   std::unique_ptr<Trace> trace_;
   std::string no_room_;  // Why the last request was refused.
   int64_t first_nanoseconds_ = 0;
+  std::unique_ptr<Heuristic> fallback_;
   Runtime runtime_;  // Last: it drops its payloads when it goes.
 };
 

@@ -359,6 +359,26 @@ void AnUnwantedSiblingOfWhatIsSettledKeepsNothing() {
   CHECK_EQUAL(session.runtime.statistics().num_operators, 2);
 }
 
+void AnotherHeuristicTakesOver() {
+  Session session;
+  Tensor* x = session.MakeSource(10);
+  Tensor* a = session.Make({x}, 10, 5);
+  Tensor* b = session.Make({a}, 10, 1);
+  Tensor* c = session.Make({x}, 10, 5);
+  session.Make({c}, 10, 1);
+  CHECK_TRUE(session.runtime.Evict());
+  CHECK_TRUE(session.runtime.Evict());
+  const int64_t before = session.runtime.statistics().num_accesses;
+  session.runtime.Use(kmem::dtr::MakeHeuristic("ancestors", 0));
+  CHECK_EQUAL(session.runtime.statistics().num_accesses >= before, true);
+  while (session.runtime.Evict()) {
+  }
+  CHECK_EQUAL(session.driver.bytes, 10);
+  CHECK_TRUE(session.Read(b) > 0);
+  CHECK_TRUE(session.Read(c) > 0);
+  CHECK_EQUAL(session.runtime.statistics().num_recomputations, 3);
+}
+
 }  // namespace
 
 int main() {
@@ -383,5 +403,6 @@ int main() {
   NothingRunsForWhatIsSettledAsWell();
   ASettledViewKeepsItsStorage();
   AnUnwantedSiblingOfWhatIsSettledKeepsNothing();
+  AnotherHeuristicTakesOver();
   return 0;
 }

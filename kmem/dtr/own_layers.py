@@ -41,7 +41,8 @@ _UNKNOWN = (
     *(ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Delete),
     *(ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef),
     *(ast.Yield, ast.YieldFrom),
-    *(ast.Await, ast.With, ast.AsyncWith, ast.AsyncFor, ast.Try),
+    *(ast.Await, ast.With, ast.AsyncWith, ast.AsyncFor),
+    *(ast.Try, getattr(ast, "TryStar", ast.Try)),  # From Python 3.11 on.
 )
 # What a class may have of its own: a step calls none of it but `call`.
 _REPLACEABLE = frozenset(
@@ -49,8 +50,6 @@ _REPLACEABLE = frozenset(
     "compute_output_shape compute_output_spec from_config get_build_config "
     "get_config load_own_variables save_own_variables".split()
 )
-
-
 _PARTS = (keras.layers.Layer, keras.Variable, keras.random.SeedGenerator)
 
 
@@ -167,6 +166,8 @@ class _Function:
                 raise _Unknown
             inner = _Function(self._layer, self._reads, self._seen)
             inner.read(found)
+        elif isinstance(found, property) and not _is_known(found.fget):
+            raise _Unknown
         else:
             self._reads.attributes.add(name)
 
@@ -185,8 +186,12 @@ class _Function:
         elif inspect.isfunction(found) and not _is_known(found):
             inner = _Function(self._layer, self._reads, self._seen)
             inner.read(found, is_method=False)
-        elif not _is_known(found) or found.__name__ in _ELSEWHERE:
-            raise _Unknown
+        else:
+            # An object, such as a tensor, has no name.
+            own_name = getattr(found, "__name__", None)
+            elsewhere = own_name is None or own_name in _ELSEWHERE
+            if elsewhere or not _is_known(found):
+                raise _Unknown
 
 
 def _parse(function) -> ast.FunctionDef:
