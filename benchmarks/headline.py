@@ -28,11 +28,12 @@ BUDGET = "kmem, memory_budget"
 # Multiples of Keras's largest batch, until one does not train.
 MULTIPLES = {
     SCOPE: (1, 2, 3, 4),
-    REMAT: (2, 3, 4, 5),
-    BUDGET: (4, 16, 32),
+    REMAT: (3, 4, 5),
+    BUDGET: (4, 16),
 }
 DEVICE_BYTES = {"ResNet50": 10**9, "transformer": 5 * 10**8}
 NUM_PLAIN_STEPS = 2
+FIRST_ROWS = 8
 
 
 def train(name, way, num_rows, device_bytes):
@@ -79,7 +80,7 @@ def largest_of_keras(name, device_bytes):
     """The largest batch of plain Keras, by bisection."""
     fits, too_many = 0, None
     while too_many is None or too_many - fits > 1:
-        rows = (fits + too_many) // 2 if too_many else max(1, 2 * fits)
+        rows = (fits + too_many) // 2 if too_many else max(FIRST_ROWS, 2 * fits)
         with Process(train, name, KERAS, str(rows), str(device_bytes)) as tried:
             answers = [tried.ask() for _ in range(NUM_PLAIN_STEPS)]
         if any("error" in found for found in answers):

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-import math
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -26,6 +25,8 @@ _NUM_STEPS = 6
 # Of short steps more are taken where their time matters: the quickest of many
 # is hardly disturbed by what else the machine does.
 _MOST_STEPS, _AT_LEAST_SECONDS = 30, 0.5
+# Of long steps fewer are taken, but two.
+_AT_MOST_SECONDS = 20.0
 # Threads that have fallen asleep, as between the steps of `fit`, begin their
 # work in another order than those that go on at once.
 _PAUSE_SECONDS = 0.05
@@ -127,7 +128,7 @@ def _measured(
     data,
     num_steps: int,
     at_least_seconds: float = 0.0,
-    at_most_seconds: float = math.inf,
+    at_most_seconds: float = _AT_MOST_SECONDS,
 ) -> Rehearsal | None:
     peaks, seconds = [], []
     try:
