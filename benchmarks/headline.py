@@ -28,10 +28,11 @@ BUDGET = "kmem, memory_budget"
 # Multiples of Keras's largest batch, until one does not train.
 MULTIPLES = {
     SCOPE: (1, 2, 3, 4),
-    REMAT: (3, 4, 5),
+    REMAT: (3, 4, 6, 8),
     BUDGET: (4, 16),
 }
 DEVICE_BYTES = {"ResNet50": 10**9, "transformer": 5 * 10**8}
+OUT_OF_MEMORY = "ResourceExhaustedError"
 NUM_PLAIN_STEPS = 2
 FIRST_ROWS = 8
 
@@ -83,10 +84,13 @@ def largest_of_keras(name, device_bytes):
         rows = (fits + too_many) // 2 if too_many else max(FIRST_ROWS, 2 * fits)
         with Process(train, name, KERAS, str(rows), str(device_bytes)) as tried:
             answers = [tried.ask() for _ in range(NUM_PLAIN_STEPS)]
-        if any("error" in found for found in answers):
+        error = answers[-1].get("error")
+        if error is None:
+            fits = rows
+        elif error.startswith(OUT_OF_MEMORY):
             too_many = rows
         else:
-            fits = rows
+            raise RuntimeError(error)
     return fits
 
 
