@@ -84,13 +84,13 @@ def largest_of_keras(name, device_bytes):
         rows = (fits + too_many) // 2 if too_many else max(FIRST_ROWS, 2 * fits)
         with Process(train, name, KERAS, str(rows), str(device_bytes)) as tried:
             answers = [tried.ask() for _ in range(NUM_PLAIN_STEPS)]
-        error = answers[-1].get("error")
-        if error is None:
+        errors = [found["error"] for found in answers if "error" in found]
+        if not errors:
             fits = rows
-        elif error.startswith(OUT_OF_MEMORY):
+        elif errors[0].startswith(OUT_OF_MEMORY):
             too_many = rows
         else:
-            raise RuntimeError(error)
+            raise RuntimeError(errors[0])
     return fits
 
 
