@@ -22,7 +22,7 @@ TIMEOUT_SECONDS = "20"
         ("frozen", ["rank 0 failed first: UnavailableError"]),
         ("ends", ["rank 0 failed first: ", "without an error: 1\n"]),
         ("late", ["rank 0 failed first: exit code 1"]),
-        ("port taken", ["rank 1 failed first: "]),
+        ("port taken", ["rank 1 failed first: UnknownError", "gRPC server"]),
     ],
 )
 def test_one_process_with_a_fault_ends_all(
