@@ -29,7 +29,7 @@ BUDGET = "kmem, memory_budget"
 MULTIPLES = {
     SCOPE: (1, 2, 3, 4),
     REMAT: (3, 4, 6, 8),
-    BUDGET: (4, 16),
+    BUDGET: (16,),
 }
 DEVICE_BYTES = {"ResNet50": 10**9, "transformer": 5 * 10**8}
 OUT_OF_MEMORY = "ResourceExhaustedError"

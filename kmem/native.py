@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent import futures
 
 from kmem import cache
 
@@ -259,27 +260,42 @@ def _compile(compiler: list[str], path: pathlib.Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = os.path.join(folder, path.name)
         command = [*compiler, *_compile_flags()]
-        command += [str(source) for source in _sources(".cc")]
-        command += ["-o", output, *_link_flags()]
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        if done.returncode != 0:
-            last_lines = "\n".join(done.stdout.splitlines()[-20:])
-            raise NativeLibraryError(
-                "The C++ compiler failed to build kmem's native library.\n"
-                f"{last_lines}\nThe command was:\n  {shlex.join(command)}"
+        objects = {
+            source: os.path.join(
+                folder, f"{source.parent.name}_{source.stem}.o"
             )
+            for source in _sources(".cc")
+        }
+        with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            done = [
+                pool.submit(_run, [*command, "-c", str(source), "-o", made])
+                for source, made in objects.items()
+            ]
+            for future in done:
+                future.result()
+        _run([*command, *objects.values(), "-o", output, *_link_flags()])
         with open(output, "rb+") as file:
             digest = hashlib.sha256(file.read()).digest()
             file.write(digest)
             file.flush()
             os.fsync(file.fileno())
         os.replace(output, path)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode != 0:
+        last_lines = "\n".join(done.stdout.splitlines()[-20:])
+        raise NativeLibraryError(
+            "The C++ compiler failed to build kmem's native library.\n"
+            f"{last_lines}\nThe command was:\n  {shlex.join(command)}"
+        )
 
 
 def _is_whole(path: pathlib.Path) -> bool:

@@ -24,7 +24,7 @@ from kmem.sharding import agreeing
 _NUM_STEPS = 6
 # Of short steps more are taken where their time matters: the quickest of many
 # is hardly disturbed by what else the machine does.
-_MOST_STEPS, _AT_LEAST_SECONDS = 30, 0.5
+_MOST_STEPS, _AT_LEAST_SECONDS = 20, 0.2
 # Of long steps fewer are taken, but two.
 _AT_MOST_SECONDS = 20.0
 # Threads that have fallen asleep, as between the steps of `fit`, begin their

@@ -19,12 +19,14 @@ needs_compiler = pytest.mark.skipif(
 
 
 def instant_compiler(folder, result):
-    """A compiler with a result that is given; counts calls in a file."""
+    """A compiler with a result that is given; counts what it has linked in a
+    file."""
     script, calls = folder / "c++", folder / "calls"
     calls.touch()
     script.write_text(
         "#!/bin/sh\n"
-        f"echo call >> {shlex.quote(str(calls))}\n"
+        f'case "$*" in *" -c "*) ;; *) echo call >> '
+        f"{shlex.quote(str(calls))};; esac\n"
         'while [ "$1" != -o ]; do shift; done\n'
         f'cp {shlex.quote(str(result))} "$2"\n'
     )
@@ -165,7 +167,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, compiler):
     message = str(caught.value)
     assert "error: no such header" in message
     assert str(script) in message
-    assert "budget_allocator.cc" in message
+    assert ".cc" in message
     assert native.find_library() is None
     assert [path.name for path in cache.folder().iterdir()] == ["lock"]
 
