@@ -139,7 +139,8 @@ def _measured(
                 break
             if number > 1 and sum(seconds) > at_most_seconds:
                 break
-            time.sleep(_PAUSE_SECONDS)
+            if number < num_steps:
+                time.sleep(_PAUSE_SECONDS)
             with memory.track() as usage:
                 seconds.append(timed(step, data))
             peaks.append(usage.peak_bytes)

@@ -131,9 +131,9 @@ def subclassed_net():
 
 _NETS = [
     residual_net,
-    dense_net,
+    pytest.param(dense_net, marks=pytest.mark.exhaustive),
     u_net,
-    squeezing_net,
+    pytest.param(squeezing_net, marks=pytest.mark.exhaustive),
     attention_net,
     pytest.param(
         shared_net,

@@ -263,7 +263,9 @@ def test_planning_leaves_state_and_model_as_they_are(runs_out):
     "options",
     [
         {"microbatches": 2},
-        {"gradient_accumulation_steps": 2},
+        pytest.param(
+            {"gradient_accumulation_steps": 2}, marks=pytest.mark.exhaustive
+        ),
         {"mixed_precision": "bfloat16"},
     ],
     ids=lambda options: next(iter(options)),

@@ -110,13 +110,13 @@ def test_how_often_it_saves_must_be_known(save_freq, tmp_path):
     "size, options",
     [
         pytest.param(1, ["--stage", "full"], marks=pytest.mark.exhaustive),
+        (2, ["--stage", "optimizer", "--save-freq", "2"]),
+        pytest.param(3, ["--stage", "full"], marks=pytest.mark.exhaustive),
         pytest.param(
-            2,
-            ["--stage", "optimizer", "--save-freq", "2"],
+            4,
+            ["--stage", "gradients", "--save-freq", "3"],
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param(3, ["--stage", "full"], marks=pytest.mark.exhaustive),
-        (4, ["--stage", "gradients", "--save-freq", "3"]),
     ],
 )
 def test_it_goes_on_after_a_process_was_killed(

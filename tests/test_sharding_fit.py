@@ -44,6 +44,7 @@ def test_training_is_that_without_shards(stage, mode):
     assert relative_error(state(model), want) < 1e-12
 
 
+@pytest.mark.exhaustive
 def test_a_plan_s_segments_gather_as_they_run_again():
     want, _ = whole(cases.plain)
 
