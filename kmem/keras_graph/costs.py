@@ -278,7 +278,10 @@ def _run_looped(run: Callable, *specs) -> _Run:
             return i + 1, total
 
         start = tf.constant(0), tf.constant(0.0)
-        return tf.while_loop(lambda i, _: i < count, once, start)[1]
+        # One at a time: side by side, runs would take the memory of several.
+        return tf.while_loop(
+            lambda i, _: i < count, once, start, parallel_iterations=1
+        )[1]
 
     arguments = [[_random(spec) for spec in group] for group in specs]
     loop = tf.function(repeat, autograph=False)
