@@ -16,6 +16,7 @@ import time
 
 from measured_steps import Process
 from measured_steps import fit
+from measured_steps import in_turns
 from measured_steps import run
 from table import add_output
 from table import made_by
@@ -44,6 +45,7 @@ def train(name, way, num_rows, device_bytes):
     from remat_models import MODELS
 
     import kmem
+    from kmem.choices import describe
 
     keras.utils.set_random_seed(0)
     is_scoped = way == SCOPE
@@ -67,7 +69,7 @@ def train(name, way, num_rows, device_bytes):
     def more(epoch, logs):
         chosen = ""
         if way == BUDGET:
-            chosen = str(model.memory_report.chosen).split(" (")[0]
+            chosen = describe(model.memory_report.chosen.options)
         return {
             "loss": logs["loss"],
             "chosen": chosen,
@@ -105,18 +107,11 @@ def lines(name, ways, num_steps):
         for way in ways:
             for multiple in MULTIPLES[way]:
                 rows = multiple * largest
-                process = Process(
-                    train, name, way, str(rows), str(device_bytes)
-                )
-                turns = []
-                with process:
-                    result = process.ask()
-                    while "error" not in result and len(turns) < num_steps:
-                        result = process.ask()
-                        turns.append(keras.ask())
-                turns = [None, *turns]
+                arguments = name, way, str(rows), str(device_bytes)
+                with Process(train, *arguments) as process:
+                    turns = [None, *in_turns(process, keras, num_steps)]
                 yield row(name, way, multiple, rows, process.answers, turns)
-                if "error" in result:
+                if "error" in process.answers[-1]:
                     break
 
 

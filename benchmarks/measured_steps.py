@@ -70,6 +70,21 @@ class Process:
         return self.answers[-1]
 
 
+def in_turns(process, other, num_steps):
+    """Has two processes take steps in turns; the first one's first, which is
+    tracing for the most part, is not among them.
+
+    Returns:
+        The other one's answers, one for each of the process after its first.
+    """
+    turns = []
+    result = process.ask()
+    while "error" not in result and len(turns) < num_steps:
+        result = process.ask()
+        turns.append(other.ask())
+    return turns
+
+
 def fit(model, data, more, **options):
     """Trains step by step until standard input ends; answers after each.
 

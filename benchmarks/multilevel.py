@@ -18,6 +18,7 @@ import tempfile
 
 from measured_steps import Process
 from measured_steps import fit
+from measured_steps import in_turns
 from measured_steps import run
 from table import add_output
 from table import made_by
@@ -156,11 +157,7 @@ def rows(method, ways, settings, num_steps):
             yield row(method, BASELINE, baseline.answers, None, peak, folder)
             for way in ways:
                 with Process(train, method, way, *arguments) as process:
-                    # The first step is tracing, for the most part.
-                    result, turns = process.ask(), []
-                    while "error" not in result and len(turns) < num_steps:
-                        result = process.ask()
-                        turns.append(baseline.ask())
+                    turns = in_turns(process, baseline, num_steps)
                 yield row(method, way, process.answers, turns, peak, folder)
 
 

@@ -22,7 +22,7 @@ NUM_CLASSES = 10
 NUM_TURNS = 5
 
 
-def resnet(num_rows=64):
+def resnet():
     """He et al. (2016), with 14 layers for images of 32 x 32."""
     import keras
     from keras import layers
@@ -42,41 +42,41 @@ def resnet(num_rows=64):
                 x = convolved(x, num_filters, strides, size=1)
             x = layers.ReLU()(layers.Add()([x, y]))
     x = layers.GlobalAveragePooling2D()(x)
-    return classifier(inputs, x, num_rows)
+    return classifier(inputs, x, num_rows=64)
 
 
-def unet(num_rows=16):
+def unet():
     import remat_models
 
     return remat_models.unet()
 
 
-def transformer(num_rows=32):
+def transformer():
     import remat_models
 
-    return remat_models.transformer(4, num_rows)
+    return remat_models.transformer(4, num_rows=32)
 
 
-def lstm(num_rows=64):
+def lstm():
     import keras
     from keras import layers
 
     x = inputs = keras.Input((48, 64))
     x = layers.LSTM(128, return_sequences=True)(x)
-    return classifier(inputs, layers.LSTM(128)(x), num_rows)
+    return classifier(inputs, layers.LSTM(128)(x), num_rows=64)
 
 
-def perceptron(num_rows=8192):
+def perceptron():
     import keras
     from keras import layers
 
     x = inputs = keras.Input((64,))
     for _ in range(12):
         x = layers.Dense(256, activation="gelu")(x)
-    return classifier(inputs, x, num_rows)
+    return classifier(inputs, x, num_rows=8192)
 
 
-def separable(num_rows=32):
+def separable():
     """Depthwise and pointwise convolutions (Howard et al., 2017)."""
     import keras
     from keras import layers
@@ -87,7 +87,7 @@ def separable(num_rows=32):
         x = layers.LayerNormalization()(x)
         x = layers.Activation("swish")(x)
     x = layers.GlobalAveragePooling2D()(x)
-    return classifier(inputs, x, num_rows)
+    return classifier(inputs, x, num_rows=32)
 
 
 def classifier(inputs, x, num_rows):

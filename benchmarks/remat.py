@@ -19,6 +19,7 @@ from measured_steps import Process
 from measured_steps import answer
 from measured_steps import first_words
 from measured_steps import fit
+from measured_steps import in_turns
 from measured_steps import run
 from table import add_output
 from table import made_by
@@ -140,11 +141,7 @@ def beside(keras, name, mode, way, num_steps, made=None):
         return row(name, mode, way, [made], [])
     arguments = [made["path"]] if made else []
     with Process(train, name, mode, way, *arguments) as process:
-        # The first step is tracing, for the most part.
-        result, turns = process.ask(), []
-        while "error" not in result and len(turns) < num_steps:
-            result = process.ask()
-            turns.append(keras.ask())
+        turns = in_turns(process, keras, num_steps)
     return row(name, mode, way, process.answers, [None, *turns], made)
 
 

@@ -115,8 +115,8 @@ def choose(
         chosen=best,
         alternatives=tuple(others),
         in_use_bytes=in_use,
-        parameter_bytes=_num_bytes(model.variables),
-        optimizer_bytes=_num_bytes(model.optimizer.variables),
+        parameter_bytes=batches.num_bytes(model.variables),
+        optimizer_bytes=batches.num_bytes(model.optimizer.variables),
         batch=batches.to_json(batch),
     )
 
@@ -265,7 +265,7 @@ class Search:
         peak = line.peak_bytes(-(-self._rows // count))
         if count > 1:
             # The sum of the parts' gradients.
-            peak += _num_bytes(self._model.trainable_variables)
+            peak += batches.num_bytes(self._model.trainable_variables)
         seconds = self._rows * line.row_seconds
         return Choice(_in_parts(options, count), peak, seconds)
 
@@ -320,7 +320,3 @@ def _in_parts(options: MemoryOptions, count: int) -> MemoryOptions:
 
 def _is_quicker(seconds: float, than_seconds: float) -> bool:
     return seconds < (1 - _LEAST_GAIN) * than_seconds
-
-
-def _num_bytes(variables: list) -> int:
-    return batches.num_bytes([variable.value for variable in variables])

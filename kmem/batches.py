@@ -70,7 +70,7 @@ def num_rows(data) -> int | None:
 
 
 def num_bytes(data) -> int:
-    """The size of arrays, tensors or specs of a known shape."""
+    """The size of arrays, tensors, variables or specs of a known shape."""
     leaves = keras.tree.flatten(specs_of(data))
     return sum(
         (leaf.shape.num_elements() or 0) * leaf.dtype.size

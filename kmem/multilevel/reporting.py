@@ -9,11 +9,10 @@ a step. Nothing is run.
 import contextlib
 from typing import Any
 
-import keras
 import tensorflow as tf
 
+from kmem import batches
 from kmem import capture
-from kmem.keras_graph.recording import num_bytes
 from kmem.multilevel import peaks
 from kmem.multilevel.level import Level
 from kmem.multilevel.rounds import Round
@@ -36,7 +35,7 @@ def summary(structure: Structure, parts: dict[str, Any]) -> str:
         f"{'estimated peak':>14}  hypergradient, and what the loss reads"
     ]
     for number, level in enumerate(structure.levels):
-        learns = _num_bytes(level.variables)
+        learns = batches.num_bytes(level.variables)
         peak = resident_bytes(structure, parts)
         peak += gradient_bytes(structure, number, parts)
         reads = [names[b] for a, b in sorted(structure.edges) if a == number]
@@ -54,15 +53,15 @@ def resident_bytes(structure: Structure, parts: dict[str, Any]) -> int:
         *(v for level in structure.levels for v in level.model.variables),
         *(v for each in structure.optimizers for v in each.variables),
     ]
-    batches = sum(
-        count * level.options.microbatches.count * num_bytes(leaf)
+    data_bytes = sum(
+        count
+        * level.options.microbatches.count
+        * batches.num_bytes(parts[level.name])
         for level, count in zip(
             structure.levels, structure.num_batches, strict=True
         )
-        for leaf in keras.tree.flatten(parts[level.name])
-        if leaf is not None
     )
-    return _num_bytes(variables) + batches
+    return batches.num_bytes(variables) + data_bytes
 
 
 def gradient_bytes(
@@ -83,14 +82,9 @@ def gradient_bytes(
         graph = traced.get_concrete_function(parts).graph
     level = structure.levels[number]
     # The sum over the parts.
-    sums = level.num_parts > 1 and _num_bytes(level.variables)
+    sums = level.num_parts > 1 and batches.num_bytes(level.variables)
     return peaks.temporary_bytes(graph) + sums
 
 
 def _in_one_part(level: Level):
     return capture.attribute(level, "num_parts", 1)
-
-
-def _num_bytes(variables: list) -> int:
-    specs = [tf.TensorSpec(v.shape, v.dtype) for v in variables]
-    return sum(map(num_bytes, specs))
