@@ -9,6 +9,7 @@ What this does not do: place anything on another device, or split a row.
 """
 
 import dataclasses
+import functools
 import gc
 import math
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from kmem.options import MicroBatches
 from kmem.options import MixedPrecision
 from kmem.options import Remat
 from kmem.planning.errors import InfeasibleBudget
-from kmem.rehearsal import rehearse_on_batch
+from kmem.rehearsals import Rehearsals
 from kmem.session import Session
 
 # Steps do not all have the same peak.
@@ -50,21 +51,20 @@ _ALLOWANCE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to take a step that fits, ready to train.
+    """A way to take a step that fits.
 
     Attributes:
         choice: Its options, and what it takes.
         session: Trains so.
-        step: Its function of a batch, traced.
     """
 
     choice: Choice
     session: Session
-    step: Callable
 
-    @property
-    def seconds(self) -> float:
-        return self.choice.predicted_seconds
+    @functools.cached_property
+    def step(self) -> Callable:
+        """Its function of a batch."""
+        return self.session.on_batch()
 
 
 def choose(
@@ -100,16 +100,17 @@ def choose(
     search = Search(model, batch, budget_bytes, reserved_bytes, verbose)
     plain = search.run(given)
     halves = "mixed_precision" in options.allow and not given.mixed_precision
-    if halves and (search.best is None or search.best.choice != plain):
+    if halves and search.best != plain:
         half = MixedPrecision("bfloat16")
         search.run(dataclasses.replace(given, mixed_precision=half))
     search.end()
     if search.best is None:
         raise _named(search.error, memory.current() - in_use)
-    best = search.best.choice
+    best = search.best
     others = [choice for choice in search.tried if choice != best]
     others.sort(key=lambda choice: choice.predicted_seconds)
-    return search.best, MemoryReport(
+    session = search.session or Session(model, best.options)
+    return Way(best, session), MemoryReport(
         budget_bytes=budget_bytes,
         plain=plain,
         chosen=best,
@@ -132,6 +133,7 @@ class Search:
 
     Attributes:
         best: The quickest that fits, or `None`.
+        session: What took it, if it took the whole batch, and now.
         tried: What each takes; of those that were not rehearsed, what the
             others let expect.
         error: Why there is none, if none fits.
@@ -145,7 +147,9 @@ class Search:
         self._reserved = reserved_bytes
         self._target = int((1 - _MARGIN) * (budget_bytes - reserved_bytes))
         self._verbose = verbose
-        self.best: Way | None = None
+        self._rehearsals = Rehearsals(model, batch)
+        self.best: Choice | None = None
+        self.session: Session | None = None
         self.tried: list[Choice] = []
         self.error = ValueError(
             "`memory_budget` must leave room for one layer with one row. "
@@ -165,20 +169,23 @@ class Search:
         if options.microbatches is not None:
             counts = [options.microbatches.count]
             options = dataclasses.replace(options, microbatches=None)
-        line = probing.draw(self._model, options, self._batch, self._target)
+        line = probing.draw(
+            self._rehearsals, options, self._batch, self._target
+        )
         plain = self._expected(options, counts[0], line)
         for index, count in enumerate(counts):
             expected = self._expected(options, count, line)
             if expected.predicted_peak_bytes > _TOLERANCE * self._target:
                 continue
             first = self._rehearsed(expected.options)
-            if first is None or not self._fits(first.choice):
+            if first is None or not self._fits(first):
                 continue
             if index == 0:
-                return first.choice
+                return first
             each = self._smaller_parts(options, counts[index:], first)
             fewer = counts[:index][::-1]
-            least = [first.seconds - (count - c) * each for c in fewer]
+            seconds = first.predicted_seconds
+            least = [seconds - (count - c) * each for c in fewer]
             self._larger_parts(options, fewer, least)
             return dataclasses.replace(plain, predicted_seconds=least[-1])
         least = [plain.predicted_seconds] * len(counts)
@@ -189,23 +196,28 @@ class Search:
         """Ends the line that shows progress."""
         self._progress.update(len(self.tried), finalize=True)
 
-    def _smaller_parts(self, options, counts: list[int], first: Way) -> float:
+    def _smaller_parts(
+        self, options, counts: list[int], first: Choice
+    ) -> float:
         """Goes on to more parts while that is quicker; returns what each part
         costs besides its rows, in seconds."""
+        seconds = first.predicted_seconds
         part_seconds, last = 0.0, first
         for count in counts[1:]:
-            way = self._rehearsed(_in_parts(options, count))
-            if way is None:
+            choice = self._rehearsed(_in_parts(options, count))
+            if choice is None:
                 break
             if last is first:
-                difference = way.seconds - first.seconds
+                difference = choice.predicted_seconds - seconds
                 part_seconds = max(0.0, difference / (count - counts[0]))
                 # Steps differ by more than that when the machine is busy.
-                most = _MOST_OVERHEAD * first.seconds / counts[0]
+                most = _MOST_OVERHEAD * seconds / counts[0]
                 part_seconds = min(part_seconds, most)
-            if not _is_quicker(way.seconds, last.seconds):
+            if not _is_quicker(
+                choice.predicted_seconds, last.predicted_seconds
+            ):
                 break
-            last = way
+            last = choice
         return part_seconds
 
     def _larger_parts(self, options, counts: list[int], least: list[float]):
@@ -214,7 +226,8 @@ class Search:
         `least` is what a step in so many parts would take without a plan.
         """
         for count, seconds in zip(counts, least, strict=True):
-            if self.best and not _is_quicker(seconds, self.best.seconds):
+            best = self.best
+            if best and not _is_quicker(seconds, best.predicted_seconds):
                 return
             if not self._plan(_in_parts(options, count), seconds):
                 return
@@ -245,18 +258,18 @@ class Search:
                 return False
             planned = dataclasses.replace(options, remat=Remat(plan=plan))
             expected = seconds * plan.slowdown
-            if before and not _is_quicker(expected, before.seconds):
+            if before and not _is_quicker(expected, before.predicted_seconds):
                 peak = plan.predicted_peak_bytes + some.left_bytes
                 self.tried.append(Choice(planned, peak, expected))
                 return False
-            way = self._rehearsed(planned)
-            if way is not None and self._fits(way.choice):
-                return way is self.best
+            choice = self._rehearsed(planned)
+            if choice is not None and self._fits(choice):
+                return choice is self.best
             # What is given a batch, not an iterator, needs a little more.
             room = self._budget - self._reserved
             less += int(_MARGIN * room)
-            if way is not None:
-                less += max(way.choice.predicted_peak_bytes - room, 0)
+            if choice is not None:
+                less += max(choice.predicted_peak_bytes - room, 0)
         self.error = InfeasibleBudget(self._budget, self._budget + less, 0)
         return False
 
@@ -269,11 +282,12 @@ class Search:
         seconds = self._rows * line.row_seconds
         return Choice(_in_parts(options, count), peak, seconds)
 
-    def _rehearsed(self, options: MemoryOptions) -> Way | None:
+    def _rehearsed(self, options: MemoryOptions) -> Choice | None:
         """Tries a way; returns `None` if it ran out of memory."""
         some = excerpt(self._batch, options)
-        session = Session(self._model, some.options)
-        seen = rehearse_on_batch(session, some.batch, _AT_MOST_SECONDS)
+        seen, session = self._rehearsals.run(
+            some.options, some.batch, _AT_MOST_SECONDS
+        )
         if seen is None:
             return None
         choice = Choice(
@@ -281,16 +295,15 @@ class Search:
             seen.peak_bytes + some.left_bytes,
             seen.seconds * some.times,
         )
-        if some.options != options:
-            session = Session(self._model, options)
         self.tried.append(choice)
         self._progress.update(len(self.tried), finalize=False)
-        way = Way(choice, session, session.on_batch())
         if self._fits(choice) and (
-            self.best is None or way.seconds < self.best.seconds
+            self.best is None
+            or choice.predicted_seconds < self.best.predicted_seconds
         ):
-            self.best = way
-        return way
+            self.best = choice
+            self.session = session if some.options == options else None
+        return choice
 
 
 def _named(error: ValueError, left_bytes: int) -> ValueError:

@@ -1,4 +1,4 @@
-"""The user's own folder for what kmem keeps: its native library, and plans.
+"""The user's own folder for what kmem keeps: its native library, and findings.
 
 A library found there is loaded into the process, and a plan decides what a
 model's training step runs. So the folder is used only if it is the user's and

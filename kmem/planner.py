@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from kmem import batches
 from kmem import memory
-from kmem import plan_cache
 from kmem import xla
 from kmem.accumulation import build_optimizer
 from kmem.capture import all_layers
@@ -35,8 +34,11 @@ from kmem.session import Session
 from kmem.session import option_precision
 from kmem.sharding import agreeing
 from kmem.sharding.engine import Engine
+from kmem.store import Store
 
 _MAX_LEARNED = 8
+# How far what is in memory besides may differ, as a share of a plan's peak.
+_SAME = 0.01
 # What no two processes measure alike of a `Stage`.
 _MEASURED = (
     "residual_bytes",
@@ -47,6 +49,7 @@ _MEASURED = (
 )
 
 _learned: dict[tuple, Learned] = {}
+_plans = Store("plans", Plan.save, Plan.load)
 
 
 def plan(
@@ -184,7 +187,7 @@ def make_plan(
     gc.collect()
     in_use = agreeing.highest(group, memory.current())
     asked = *key, options.remat.budget, reserved_bytes
-    made = plan_cache.find(asked, in_use)
+    made = _kept(asked, in_use)
     if agreeing.is_same(group, made) and made is not None:
         return made
     learned = _learned.pop(key, None)
@@ -205,8 +208,21 @@ def make_plan(
         _rehearsal(model, batch, options),
     )
     made = corrector.plan(options.remat.budget, reserved_bytes)
-    plan_cache.keep(asked, in_use, made)
+    _plans.keep(asked, in_use, made)
     return made
+
+
+def _kept(asked: tuple, in_use: int) -> Plan | None:
+    """A plan that was made before, and still is right."""
+    for before, made in _plans.find(asked):
+        peak = made.predicted_peak_bytes
+        if abs(in_use - before) > _SAME * peak:
+            continue
+        if made.budget_bytes is None or (
+            peak + in_use - before <= made.budget_bytes
+        ):
+            return made
+    return None
 
 
 def _rehearsal(

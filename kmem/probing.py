@@ -13,8 +13,7 @@ from typing import Any
 from kmem import batches
 from kmem.options import MemoryOptions
 from kmem.rehearsal import Rehearsal
-from kmem.rehearsal import rehearse_on_batch
-from kmem.session import Session
+from kmem.rehearsals import Rehearsals
 
 # Each probe has so many times the rows of the one before, until that makes it
 # need more.
@@ -41,11 +40,13 @@ class Line:
         return int(self.base_bytes + rows * self.row_bytes)
 
 
-def draw(model, options: MemoryOptions, batch: Any, most_bytes: int) -> Line:
+def draw(
+    rehearsals: Rehearsals, options: MemoryOptions, batch: Any, most_bytes: int
+) -> Line:
     """Rehearses steps with a few rows, and draws the line through them.
 
     Args:
-        model: A compiled model, with its variables.
+        rehearsals: The model's.
         options: Those of the steps.
         batch: The whole batch, as `tf.TensorSpec`s.
         most_bytes: Steps that need more than that need not be seen.
@@ -55,13 +56,13 @@ def draw(model, options: MemoryOptions, batch: Any, most_bytes: int) -> Line:
         the least that this means.
     """
     total = batches.num_rows(batch) or 1
-    first = last = _probe(model, options, batch, 1)
+    first = last = _probe(rehearsals, options, batch, 1)
     if first is None or last is None:
         return Line(most_bytes, most_bytes, math.inf)
     line, last_rows = Line(0, first.peak_bytes, first.seconds), 1
     while last_rows < total and last.peak_bytes < most_bytes:
         rows = min(total, _GROWTH * last_rows)
-        found = _probe(model, options, batch, rows)
+        found = _probe(rehearsals, options, batch, rows)
         if found is None:
             # It is steeper than can be seen.
             return Line(0, most_bytes / last_rows, last.seconds / last_rows)
@@ -75,7 +76,7 @@ def draw(model, options: MemoryOptions, batch: Any, most_bytes: int) -> Line:
     return line
 
 
-def _probe(model, options, batch, rows: int) -> Rehearsal | None:
-    session = Session(model, options)
+def _probe(rehearsals, options, batch, rows: int) -> Rehearsal | None:
     some = batches.with_rows(batch, rows)
-    return rehearse_on_batch(session, some, _AT_MOST_SECONDS)
+    seen, _ = rehearsals.run(options, some, _AT_MOST_SECONDS)
+    return seen

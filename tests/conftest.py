@@ -14,7 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import kmem
 from kmem import cache
 from kmem import native
-from kmem import plan_cache
+from kmem.store import Store
 
 HAS_COMPILER = native.find_compiler() is not None
 
@@ -46,8 +46,11 @@ def _no_limit_remains():
 
 
 @pytest.fixture(autouse=True)
-def _no_plans_from_other_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan_cache, "_folder", lambda: tmp_path / "plans")
+def _nothing_from_other_runs(tmp_path, monkeypatch):
+    def folder(store):
+        return tmp_path / "kmem" / store.name
+
+    monkeypatch.setattr(Store, "folder", folder)
 
 
 @pytest.fixture

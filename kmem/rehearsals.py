@@ -1,0 +1,102 @@
+"""Rehearsals of a model's steps, of which none is run twice.
+
+A search (autotune.py) rehearses a dozen steps. A program that is started
+again would rehearse them all again, and a search for less memory most of them.
+"""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+import keras
+
+from kmem import batches
+from kmem import memory
+from kmem.keras_graph import matching
+from kmem.keras_graph import profiling
+from kmem.options import MemoryOptions
+from kmem.rehearsal import Rehearsal
+from kmem.rehearsal import rehearse_on_batch
+from kmem.session import Session
+from kmem.store import Store
+
+
+def _save(found: Rehearsal, path: pathlib.Path) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps([found.peak_bytes, found.seconds]))
+    os.replace(part, path)
+
+
+def _load(path: pathlib.Path) -> Rehearsal:
+    peak_bytes, seconds = json.loads(path.read_bytes())
+    return Rehearsal(int(peak_bytes), float(seconds))
+
+
+_store = Store("rehearsals", _save, _load)
+
+
+class Rehearsals:
+    """Those of one model.
+
+    Args:
+        model: The model, compiled and with its variables.
+        batch: What it trains on, as `tf.TensorSpec`s.
+    """
+
+    def __init__(self, model: keras.Model, batch: Any):
+        self._model = model
+        self._key = _key(model, batch)
+
+    def run(
+        self, options: MemoryOptions, batch: Any, at_most_seconds: float
+    ) -> tuple[Rehearsal | None, Session | None]:
+        """Rehearses a step, unless that was done before.
+
+        Args:
+            options: The step's.
+            batch: What it gets, as `tf.TensorSpec`s.
+            at_most_seconds: As in `rehearse_on_batch`.
+
+        Returns:
+            What was seen, or `None` if it ran out of memory; and what ran it,
+            if it ran now.
+        """
+        in_use = memory.current()
+        plan = options.remat.plan if options.remat else None
+        key = (
+            *(self._key, batches.to_json(batch), plan and plan.segments),
+            *(options.microbatches, options.mixed_precision),
+        )
+        for before, found in _store.find(key) if self._key else ():
+            # What else is in memory now is part of the peak.
+            peak = found.peak_bytes + in_use - before
+            return Rehearsal(peak, found.seconds), None
+        session = Session(self._model, options)
+        found = rehearse_on_batch(session, batch, at_most_seconds)
+        # What took the memory may be gone the next time.
+        if self._key and found is not None:
+            _store.keep(key, in_use, found)
+        return found, session
+
+
+def _key(model, batch) -> tuple:
+    """What the steps of a model are known by; nothing if only it knows."""
+    train_step = getattr(model.train_step, "__func__", None)
+    if train_step is not keras.Model.train_step:
+        return ()
+    try:
+        recording = profiling.record_batch(model, batch)
+    except Exception:
+        # One that cannot be recorded can be rehearsed all the same.
+        return ()
+    config = model.optimizer.get_config()
+    for name in ("name", "learning_rate"):
+        config.pop(name, None)
+    return (
+        matching.structure(recording),
+        [(v.shape, v.dtype, v.trainable) for v in model.variables],
+        type(model.optimizer).__name__,
+        sorted(config.items()),
+        *(profiling.mode(model), model.steps_per_execution),
+    )
