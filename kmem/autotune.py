@@ -33,6 +33,7 @@ from kmem.options import Remat
 from kmem.planning.errors import InfeasibleBudget
 from kmem.rehearsals import Rehearsals
 from kmem.session import Session
+from kmem.sharding import agreeing
 
 # Steps do not all have the same peak.
 _MARGIN = 0.01
@@ -99,10 +100,9 @@ def choose(
     given = dataclasses.replace(options, memory_budget=None, allow=())
     search = Search(model, batch, budget_bytes, reserved_bytes, verbose)
     plain = search.run(given)
-    halves = "mixed_precision" in options.allow and not given.mixed_precision
-    if halves and search.best != plain:
-        half = MixedPrecision("bfloat16")
-        search.run(dataclasses.replace(given, mixed_precision=half))
+    for others in _allowed(given, options.allow):
+        if search.best != plain:
+            search.run(others)
     search.end()
     if search.best is None:
         raise _named(search.error, memory.current() - in_use)
@@ -112,9 +112,9 @@ def choose(
     session = search.session or Session(model, best.options)
     return Way(best, session), MemoryReport(
         budget_bytes=budget_bytes,
-        plain=plain,
-        chosen=best,
-        alternatives=tuple(others),
+        plain=_in_fit(plain, reserved_bytes),
+        chosen=_in_fit(best, reserved_bytes),
+        alternatives=tuple(_in_fit(c, reserved_bytes) for c in others),
         in_use_bytes=in_use,
         parameter_bytes=batches.num_bytes(model.variables),
         optimizer_bytes=batches.num_bytes(model.optimizer.variables),
@@ -165,7 +165,10 @@ class Search:
 
     def run(self, options: MemoryOptions) -> Choice:
         """Looks for the best way under options; returns the plain one."""
-        counts = _counts(self._rows)
+        num_processes = agreeing.processes(options).size
+        counts = _counts(max(1, self._rows // num_processes))
+        # Several would all end if one of them ran out of memory.
+        tolerance = _TOLERANCE if num_processes == 1 else 1.0
         if options.microbatches is not None:
             counts = [options.microbatches.count]
             options = dataclasses.replace(options, microbatches=None)
@@ -175,7 +178,7 @@ class Search:
         plain = self._expected(options, counts[0], line)
         for index, count in enumerate(counts):
             expected = self._expected(options, count, line)
-            if expected.predicted_peak_bytes > _TOLERANCE * self._target:
+            if expected.predicted_peak_bytes > tolerance * self._target:
                 continue
             first = self._rehearsed(expected.options)
             if first is None or not self._fits(first):
@@ -306,6 +309,12 @@ class Search:
         return choice
 
 
+def _in_fit(choice: Choice, reserved_bytes: int) -> Choice:
+    """What a way takes with what is not to be used."""
+    peak = choice.predicted_peak_bytes + reserved_bytes
+    return dataclasses.replace(choice, predicted_peak_bytes=peak)
+
+
 def _named(error: ValueError, left_bytes: int) -> ValueError:
     """The error for `memory_budget`: what it names has to do when it is asked
     for, when the search has left so many bytes in memory, of its traces."""
@@ -318,6 +327,18 @@ def _named(error: ValueError, left_bytes: int) -> ValueError:
         error.lower_bound_bytes,
         "memory_budget",
     )
+
+
+def _allowed(given: MemoryOptions, allow: tuple[str, ...]) -> list:
+    """Other options to hold, where they may be chosen."""
+    found = [given]
+    if "sharding" in allow and given.sharding is not None:
+        full = dataclasses.replace(given.sharding, stage="full")
+        found.append(dataclasses.replace(given, sharding=full))
+    if "mixed_precision" in allow and given.mixed_precision is None:
+        half = MixedPrecision("bfloat16")
+        found += [dataclasses.replace(o, mixed_precision=half) for o in found]
+    return [options for options in found if options != given]
 
 
 def _counts(rows: int) -> list[int]:

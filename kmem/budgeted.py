@@ -5,10 +5,14 @@ larger in some dimension than those before. What a step changes is kept
 outside of the device until it is done: a step that runs out of memory is
 undone and taken again, in the same way first, for what took the memory may be
 gone, then in one that is chosen for less. One that was done, and needed more
-than the budget, makes the next ones use less. What this does not do: choose
+than the budget, makes the next ones use less.
+
+Processes that train in shards choose together, and cannot undo a step: one
+that runs out of memory ends them all. What this does not do: choose
 (autotune.py), or undo what a step does outside of the model.
 """
 
+import contextlib
 import dataclasses
 import gc
 from collections.abc import Iterator
@@ -26,8 +30,11 @@ from kmem import pipeline
 from kmem.choices import MemoryReport
 from kmem.choices import describe
 from kmem.options import MemoryOptions
+from kmem.options import Sharding
 from kmem.session import compiled_state
 from kmem.session import guarded
+from kmem.sharding import agreeing
+from kmem.sharding.engine import engine
 from kmem.units import format_size
 
 _SESSIONS = "_kmem_budgeted"
@@ -37,6 +44,8 @@ _MAX_ATTEMPTS = 6
 _STEP_SHARE = 0.1
 # What is given back takes memory as well, which may be short for a moment.
 _RESTORE_ATTEMPTS = 3
+# In how many steps processes tell one another what they needed.
+_NUM_AGREED = 3
 
 
 @dataclasses.dataclass
@@ -50,6 +59,15 @@ class _Bucket:
     expected_in_use_bytes: int
     # Whether nothing that needs less is known.
     is_least: bool = False
+    num_steps: int = 0
+    reader: capture.Reader | None = None
+
+    def read_state(self) -> capture.Reader:
+        """Reads what a step changes; the first one may make variables."""
+        state = self.way.session.state
+        if self.reader is None or len(self.reader.variables) != len(state):
+            self.reader = capture.Reader(state)
+        return self.reader
 
 
 class BudgetedSession:
@@ -67,6 +85,7 @@ class BudgetedSession:
         self.model: Any = model
         self._options = options
         self._compiled = compiled_state(model)
+        self._group = agreeing.processes(options)
         self._budget = _budget_bytes(options)
         self._verbose = 0
         # What steps were seen to need beyond what was predicted.
@@ -151,13 +170,14 @@ class BudgetedSession:
         bucket = self._covering(specs) or self._choose_beside_pipeline(specs)
         if bucket is not self._bucket:
             self._enter(bucket)
+        if self._options.sharding is not None:
+            return self._step_in_shards(bucket, batch)
         message = ""
         for attempt in range(_MAX_ATTEMPTS):
             if attempt > 1:
                 less = int(_STEP_SHARE * self._budget)
                 bucket = self._with_less(bucket, less, message)
-            variables = bucket.way.session.state
-            state = capture.State(variables, self.model.metrics)
+            state = capture.State(bucket.read_state(), self.model.metrics)
             with memory.track() as usage:
                 logs, message = _run(bucket.way.step, batch)
             if not message:
@@ -168,21 +188,40 @@ class BudgetedSession:
             self._event(f"A step ran out of memory ({way}) and was undone.")
         raise _given_up(message)
 
+    def _step_in_shards(self, bucket: _Bucket, batch):
+        """Takes one step together with the other processes."""
+        with memory.track() as usage:
+            logs, message = _run(bucket.way.step, batch)
+        if message:
+            raise tf.errors.ResourceExhaustedError(
+                None,
+                None,
+                "A step ran out of memory, and processes that train in shards "
+                "cannot undo theirs: start them again, from the last "
+                f"checkpoint, with a smaller `memory_budget`. {message}",
+            )
+        bucket.num_steps += 1
+        if bucket.num_steps <= _NUM_AGREED:
+            self._learn(bucket, agreeing.highest(self._group, usage.peak_bytes))
+        return logs
+
     def _covering(self, batch) -> _Bucket | None:
         """The one that was chosen for such batches, or larger ones."""
         found = (b for b in self._buckets if batches.covers(b.batch, batch))
         return next(found, None)
 
     def _choose(self, batch, reserved_bytes: int) -> _Bucket:
-        way, report = autotune.choose(
-            self.model,
-            self._options,
-            batch,
-            # The device may have become smaller.
-            min(self._budget, memory.capacity()),
-            reserved_bytes + self._less,
-            self._verbose,
-        )
+        # The device may have become smaller.
+        room = min(self._budget, memory.capacity())
+        with self._whole():
+            way, report = autotune.choose(
+                self.model,
+                self._options,
+                batch,
+                agreeing.lowest(self._group, room),
+                reserved_bytes + self._less,
+                self._verbose,
+            )
         report = dataclasses.replace(report, budget_bytes=self._budget)
         in_use = report.in_use_bytes + reserved_bytes
         bucket = _Bucket(batch, way, report, in_use)
@@ -191,6 +230,20 @@ class BudgetedSession:
         if self._verbose:
             print(report.summary())
         return bucket
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Within, the model is not in the shards in which it trains."""
+        session = self._bucket.way.session if self._bucket else None
+        if session is None or self._options.sharding is None:
+            yield
+            return
+        session.remove()
+        try:
+            yield
+        finally:
+            session.install(self._tests)
+            self.model.train_function = self._function
 
     def _choose_beside_pipeline(self, batch) -> _Bucket:
         # It is in memory, but for what it has to make ready again.
@@ -236,8 +289,9 @@ class BudgetedSession:
         )
         # What others have taken meanwhile is seen when it is chosen anew.
         taken = memory.current() - bucket.expected_in_use_bytes
+        less = max(0, excess - max(0, taken))
         try:
-            self._with_less(bucket, max(0, excess - max(0, taken)), "")
+            self._with_less(bucket, agreeing.highest(self._group, less), "")
         except tf.errors.ResourceExhaustedError:
             bucket.is_least = True
             self._event("Nothing that needs less is known.")
@@ -254,6 +308,15 @@ class BudgetedSession:
         bucket.report = dataclasses.replace(bucket.report, events=events)
         # Not `setattr`: Keras would track it.
         object.__setattr__(self.model, "memory_report", bucket.report)
+
+
+def in_processes(options: MemoryOptions) -> MemoryOptions:
+    """Options that shard a budgeted training, if several processes train and
+    that is allowed: by the stage that sends least."""
+    allowed = "sharding" in options.allow and options.sharding is None
+    if not allowed or engine().size == 1:
+        return options
+    return dataclasses.replace(options, sharding=Sharding("gradients"))
 
 
 def _run(step, batch) -> tuple[Any, str]:

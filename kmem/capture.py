@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 
@@ -134,16 +135,39 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
         yield update
 
 
+class Reader:
+    """Reads variables again and again, all of them in one call.
+
+    Args:
+        variables: The variables.
+    """
+
+    def __init__(self, variables: list):
+        self.variables = variables
+        self._read = tf.function(
+            lambda: [tf.convert_to_tensor(v) for v in variables],
+            autograph=False,
+        )
+
+    def read(self) -> list[np.ndarray]:
+        """Their values, outside of the device."""
+        return [tensor.numpy() for tensor in self._read()]
+
+
 class State:
     """What steps change, as it is now, kept outside of the device.
 
     Args:
-        variables: What they may change.
+        variables: What they may change, or what reads that.
         metrics: Those that may make variables of their own.
     """
 
-    def __init__(self, variables: list, metrics: list):
-        self._values = [(v, v.numpy()) for v in variables]
+    def __init__(self, variables: list | Reader, metrics: list):
+        if isinstance(variables, Reader):
+            values = zip(variables.variables, variables.read(), strict=True)
+        else:
+            values = ((v, v.numpy()) for v in variables)
+        self._values = list(values)
         self._metrics = metrics
 
     def restore(self) -> None:

@@ -81,4 +81,6 @@ def describe(options: MemoryOptions) -> str:
         words.append("remat")
     if options.mixed_precision is not None:
         words.append(options.mixed_precision.dtype)
+    if options.sharding is not None:
+        words.append(f"sharding={options.sharding.stage}")
     return ", ".join(words) or "plain"

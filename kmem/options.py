@@ -265,8 +265,9 @@ class MemoryOptions:
         remat: `"auto"`, a size, a share, a plan or its path, or `Remat`.
         dtr: `True`, a size, or `DTR`.
         sharding: `"full"`, `"gradients"`, `"optimizer"` or `Sharding`.
-        allow: What `memory_budget` may choose although it changes the
-            numbers: `("mixed_precision",)` for bfloat16.
+        allow: What `memory_budget` may choose besides: `"mixed_precision"`,
+            for bfloat16, which changes the numbers, and `"sharding"`, where
+            several processes train.
 
     Raises:
         ValueError: If an option is not of one of its forms, or two options
@@ -365,7 +366,7 @@ def _parse_dtr(value):
 def _parse_allow(value) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else tuple(value)
     for name in names:
-        one_of(name, "allow", ("mixed_precision",))
+        one_of(name, "allow", ("mixed_precision", "sharding"))
     return names
 
 
@@ -374,7 +375,7 @@ def _parse_as(option):
 
 
 # What `memory_budget` decides, or cannot decide beside.
-_CHOSEN = ("remat", "dtr", "sharding", "gradient_accumulation_steps")
+_CHOSEN = ("remat", "dtr", "gradient_accumulation_steps")
 
 _PARSERS = {
     "memory_budget": lambda value: budget(value, "memory_budget"),

@@ -14,6 +14,7 @@ from kmem import batches
 from kmem.options import MemoryOptions
 from kmem.rehearsal import Rehearsal
 from kmem.rehearsals import Rehearsals
+from kmem.sharding import agreeing
 
 # Each probe has so many times the rows of the one before, until that makes it
 # need more.
@@ -56,12 +57,20 @@ def draw(
         the least that this means.
     """
     total = batches.num_rows(batch) or 1
-    first = last = _probe(rehearsals, options, batch, 1)
+    num_processes = agreeing.processes(options).size
+    last_rows = min(total, num_processes)
+    first = last = _probe(rehearsals, options, batch, last_rows)
     if first is None or last is None:
         return Line(most_bytes, most_bytes, math.inf)
-    line, last_rows = Line(0, first.peak_bytes, first.seconds), 1
+    slope = first.peak_bytes / last_rows
+    line = Line(0, slope, first.seconds / last_rows)
     while last_rows < total and last.peak_bytes < most_bytes:
         rows = min(total, _GROWTH * last_rows)
+        is_second = last is first
+        if num_processes > 1 and not is_second:
+            # One that runs out of memory would end them all.
+            if line.peak_bytes(rows) > most_bytes:
+                break
         found = _probe(rehearsals, options, batch, rows)
         if found is None:
             # It is steeper than can be seen.

@@ -18,6 +18,7 @@ from kmem import memory
 from kmem.keras_graph import profiling
 from kmem.session import Session
 from kmem.sharding import agreeing
+from kmem.sharding.engine import Engine
 
 # Those of a graph's operations that run side by side end in another order
 # each time, which makes peaks differ by an operation's result.
@@ -61,15 +62,17 @@ def rehearse(session: Session, batch) -> int | None:
         together the highest one; `None` if it ran out of memory.
     """
     accumulates = session.options.gradient_accumulation_steps is not None
+    group = agreeing.processes(session.options)
     with _installed(session):
-        peak = peak_bytes(session.model, batch, accumulates)
-        if peak is None:
-            return None
-        return agreeing.highest(agreeing.processes(session.options), peak)
+        peak = peak_bytes(session.model, batch, accumulates, group)
+        return None if peak is None else agreeing.highest(group, peak)
 
 
 def peak_bytes(
-    model: keras.Model, batch, accumulates: bool = False
+    model: keras.Model,
+    batch,
+    accumulates: bool = False,
+    group: Engine | None = None,
 ) -> int | None:
     """Runs a model's steps on made-up numbers, and measures them.
 
@@ -77,6 +80,7 @@ def peak_bytes(
         model: The model, whose state the caller gives back.
         batch: A replica's batch, as `tf.TensorSpec`s.
         accumulates: Whether steps differ, as some of them make no update.
+        group: The processes that take them together.
 
     Returns:
         The (first) device's peak, or `None` if it ran out of memory.
@@ -84,7 +88,8 @@ def peak_bytes(
     step: Any = model.train_function
     # As `fit` does: the graph of a step on a batch is another one.
     iterator = _batches(model.distribute_strategy, batch)
-    seen = _measured(step, iterator, _num_steps(model, accumulates))
+    num_steps = _num_steps(model, accumulates)
+    seen = _measured(step, iterator, num_steps, group or Engine())
     return None if seen is None else seen.peak_bytes
 
 
@@ -105,6 +110,7 @@ def rehearse_on_batch(
             session.on_batch(),
             data,
             num_steps,
+            agreeing.processes(session.options),
             _AT_LEAST_SECONDS,
             at_most_seconds,
         )
@@ -127,6 +133,7 @@ def _measured(
     step: Callable,
     data,
     num_steps: int,
+    group: Engine,
     at_least_seconds: float = 0.0,
     at_most_seconds: float = _AT_MOST_SECONDS,
 ) -> Rehearsal | None:
@@ -142,7 +149,9 @@ def _measured(
             if number < num_steps:
                 time.sleep(_PAUSE_SECONDS)
             with memory.track() as usage:
-                seconds.append(timed(step, data))
+                duration = timed(step, data)
+            # They all have to take as many.
+            seconds.append(agreeing.highest(group, int(1e9 * duration)) / 1e9)
             peaks.append(usage.peak_bytes)
     except tf.errors.ResourceExhaustedError:
         return None

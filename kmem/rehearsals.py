@@ -19,6 +19,7 @@ from kmem.options import MemoryOptions
 from kmem.rehearsal import Rehearsal
 from kmem.rehearsal import rehearse_on_batch
 from kmem.session import Session
+from kmem.sharding import agreeing
 from kmem.store import Store
 
 
@@ -47,6 +48,8 @@ class Rehearsals:
     def __init__(self, model: keras.Model, batch: Any):
         self._model = model
         self._key = _key(model, batch)
+        # Once: right after a step its inputs may still be there.
+        self._in_use = memory.current()
 
     def run(
         self, options: MemoryOptions, batch: Any, at_most_seconds: float
@@ -59,25 +62,38 @@ class Rehearsals:
             at_most_seconds: As in `rehearse_on_batch`.
 
         Returns:
-            What was seen, or `None` if it ran out of memory; and what ran it,
-            if it ran now.
+            What was seen, in the process that needs most, or `None` if it ran
+            out of memory; and what ran it, if it ran now.
         """
-        in_use = memory.current()
+        group = agreeing.processes(options)
         plan = options.remat.plan if options.remat else None
         key = (
             *(self._key, batches.to_json(batch), plan and plan.segments),
             *(options.microbatches, options.mixed_precision),
+            *(options.sharding, group.size),
         )
+        found, session = self._find(key), None
+        is_missing = agreeing.highest(group, int(found is None))
+        if found is None or is_missing:
+            session = Session(self._model, options)
+            found = rehearse_on_batch(session, batch, at_most_seconds)
+            if found is None:
+                # What took the memory may be gone the next time.
+                return None, session
+            if self._key:
+                _store.keep(key, self._in_use, found)
+        agreed = Rehearsal(
+            agreeing.highest(group, found.peak_bytes),
+            agreeing.highest(group, int(1e9 * found.seconds)) / 1e9,
+        )
+        return agreed, session
+
+    def _find(self, key: tuple) -> Rehearsal | None:
         for before, found in _store.find(key) if self._key else ():
             # What else is in memory now is part of the peak.
-            peak = found.peak_bytes + in_use - before
-            return Rehearsal(peak, found.seconds), None
-        session = Session(self._model, options)
-        found = rehearse_on_batch(session, batch, at_most_seconds)
-        # What took the memory may be gone the next time.
-        if self._key and found is not None:
-            _store.keep(key, in_use, found)
-        return found, session
+            peak = found.peak_bytes + self._in_use - before
+            return Rehearsal(peak, found.seconds)
+        return None
 
 
 def _key(model, batch) -> tuple:

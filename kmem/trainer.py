@@ -7,6 +7,7 @@ import inspect
 import keras
 
 from kmem import batches
+from kmem import budgeted
 from kmem import pipeline
 from kmem import planner
 from kmem.budgeted import BudgetedSession
@@ -40,9 +41,11 @@ class MemoryFit:
                     in it: bytes, `"8GB"`, or a share of the device in (0, 1].
                     The quickest of micro-batches and recomputation that keeps
                     it is chosen, and told in `model.memory_report`; nothing
-                    is if the step fits as it is.
-                allow: What `memory_budget` may choose although it changes the
-                    numbers: `("mixed_precision",)`.
+                    is if the step fits as it is. Under `sharding`, each
+                    process's.
+                allow: What `memory_budget` may choose besides:
+                    `"mixed_precision"`, which changes the numbers, and
+                    `"sharding"`, where several processes train.
                 microbatches: Split every batch into this many parts; one
                     update, of the whole batch.
                 gradient_accumulation_steps: One update for this many batches,
@@ -197,9 +200,11 @@ def _fit(model, keras_fit, args, kwargs):
     """Keras's `fit`, with the memory options among `kwargs`."""
     signature = inspect.signature(keras_fit)
     options = split_options(kwargs, set(signature.parameters))
+    options = budgeted.in_processes(options)
     _end_train_on_batch(model)
     # Shards that an error has left: nobody could plan for them.
-    if options.sharding is None or options.remat is not None:
+    plans = options.remat is not None or options.memory_budget is not None
+    if options.sharding is None or plans:
         training.make_whole(model)
     if options.sharding is None:
         training.check_whole(model)
@@ -261,8 +266,8 @@ def _train_on_batch(model, keras_train_on_batch, args, kwargs):
             names = ("x", "y", "sample_weight")
             data = keras.utils.pack_x_y_sample_weight(*map(given.get, names))
             made = planner.with_plan(model, options, batches.specs_of(data))
-        budgeted = options.memory_budget is not None
-        session = (BudgetedSession if budgeted else Session).of(model, made)
+        is_budgeted = options.memory_budget is not None
+        session = (BudgetedSession if is_budgeted else Session).of(model, made)
         session.install(test_step=False)
         object.__setattr__(model, _SESSION, (options, session))
     return keras_train_on_batch(*args, **kwargs)

@@ -391,9 +391,8 @@ def test_half_precision_is_chosen_only_where_it_is_allowed(plain):
     [
         ({"remat": "auto"}, "`memory_budget` and `remat` exclude each other"),
         ({"dtr": True}, "exclude each other"),
-        ({"sharding": "full"}, "exclude each other"),
         ({"gradient_accumulation_steps": 2}, "exclude each other"),
-        ({"allow": ("sharding",)}, "`allow` must be one of"),
+        ({"allow": ("dtr",)}, "`allow` must be one of"),
     ],
 )
 def test_what_is_chosen_cannot_be_given_as_well(options, message):

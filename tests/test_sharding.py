@@ -176,6 +176,17 @@ def test_tensors_are_given_up_in_every_process(seen):
         assert num_evictions > 0
 
 
+def test_all_processes_choose_the_same_within_a_budget(seen):
+    (chosen, _, _, _), (other, _, _, _) = (result["budget"] for result in seen)
+    assert chosen == other
+    assert "microbatches" in chosen or "remat" in chosen
+    for result in seen:
+        _, error, excess, events = result["budget"]
+        assert error < 1e-11
+        assert excess <= 0
+        assert not events
+
+
 def test_a_layer_s_weights_are_forgotten_after_it(seen):
     for result in seen:
         current, full, _ = result["bytes full"]

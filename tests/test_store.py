@@ -1,5 +1,6 @@
 """What was found out is found again: by later calls, and later processes."""
 
+import functools
 import gc
 import json
 
@@ -84,18 +85,12 @@ def make(kernel_size=3, trained=True):
     return model
 
 
-def forget(monkeypatch):
-    """As another process would."""
-    monkeypatch.setattr(planner, "_learned", {})
-    planner._plans.forget()
-    rehearsals._store.forget()
-
-
 def test_a_model_is_measured_and_planned_for_once(monkeypatch):
     x = np.zeros((4096, 8, 4), "float32")
     gc.collect()
     first = kmem.plan(make(), (x, x))
-    forget(monkeypatch)
+    monkeypatch.setattr(planner, "_learned", {})
+    planner._plans.forget()
 
     def measure(*_):
         raise AssertionError("measured again")
@@ -114,32 +109,41 @@ def test_a_model_is_measured_and_planned_for_once(monkeypatch):
     del ballast
 
 
-def test_a_step_is_chosen_without_rehearsals_when_a_program_runs_again(
-    monkeypatch, native_library
-):
+def choose(folder, *kernel_sizes):
+    """For each model: what is chosen for a budget, whether it was kept, and how
+    many steps were rehearsed."""
+    Store.folder = lambda store: folder / store.name
+    rehearsed = []
+    rehearse = rehearsals.rehearse_on_batch
+    rehearsals.rehearse_on_batch = lambda *args: (
+        rehearsed.append(args) or rehearse(*args)
+    )
     x = np.zeros((4096, 8, 4), "float32")
-    # Beside it what the first model leaves in memory is little.
-    ballast = tf.zeros([4 * x.size])
-    budget = kmem.memory.current() + 12 * x.nbytes
-    first = kmem.wrap(make())
-    first.fit(x, x, batch_size=4096, memory_budget=budget, verbose=0)
-    chosen = first.memory_report.chosen
-    del first
-    gc.collect()
-    forget(monkeypatch)
-
-    def rehearse(*_):
-        raise AssertionError("rehearsed again")
-
-    monkeypatch.setattr(rehearsals, "rehearse_on_batch", rehearse)
-    again = kmem.wrap(make())
-    with kmem.memory.track() as usage:
-        again.fit(x, x, batch_size=4096, memory_budget=budget, verbose=0)
-
-    assert chosen.options.microbatches
-    assert again.memory_report.chosen.options == chosen.options
-    assert usage.peak_bytes <= budget
-    other = kmem.wrap(make(kernel_size=5))
-    with pytest.raises(AssertionError, match="rehearsed again"):
-        other.fit(x, x, batch_size=4096, memory_budget=budget, verbose=0)
+    # Beside it what rehearsals leave in memory is little.
+    ballast = tf.zeros([16 * x.size])
+    found = []
+    for kernel_size in kernel_sizes:
+        budget = kmem.memory.current() + 12 * x.nbytes
+        model = kmem.wrap(make(kernel_size))
+        before = len(rehearsed)
+        with kmem.memory.track() as usage:
+            model.fit(x, x, batch_size=4096, memory_budget=budget, verbose=0)
+        chosen = model.memory_report.chosen.options
+        keeps = usage.peak_bytes <= budget
+        found.append((chosen, keeps, len(rehearsed) - before))
     del ballast
+    return found
+
+
+def test_a_program_that_runs_again_rehearses_nothing(tmp_path, native_library):
+    run = functools.partial(choose, tmp_path / "kept")
+    first, again = functools.partial(run, 3), functools.partial(run, 3, 5)
+
+    (((chosen, keeps, num_rehearsals),),) = kmem.distributed.launch(first, 1)
+    ((same, other),) = kmem.distributed.launch(again, 1)
+
+    assert chosen.microbatches or chosen.remat
+    assert keeps
+    assert num_rehearsals > 0
+    assert same == (chosen, True, 0)
+    assert other[-1] > 0

@@ -27,6 +27,11 @@ def highest(group: Engine, number: int) -> int:
     return int(group.all_reduce(own, "highest", "Max")[0])
 
 
+def lowest(group: Engine, number: int) -> int:
+    """The lowest of the processes' numbers."""
+    return -highest(group, -number)
+
+
 def of_first(group: Engine, numbers: np.ndarray) -> np.ndarray:
     """The numbers of process 0; those of the others have their shape."""
     return group.broadcast(tf.constant(numbers), "numbers").numpy()
@@ -36,4 +41,4 @@ def is_same(group: Engine, value: object) -> bool:
     """Whether all processes have a value of the same `repr`."""
     digest = hashlib.blake2b(repr(value).encode(), digest_size=7).digest()
     number = int.from_bytes(digest, "big")
-    return highest(group, number) == -highest(group, -number)
+    return highest(group, number) == lowest(group, number)

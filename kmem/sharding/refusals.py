@@ -88,6 +88,14 @@ def _check_in_shards(model, options: MemoryOptions) -> None:
             "a model that was built under `kmem.ShardedStrategy`. "
             f"Received: model={model.name}"
         )
+    if options.memory_budget is not None:
+        raise ValueError(
+            "`memory_budget` needs a model that each process can have whole "
+            "between the steps, to measure it: give `microbatches` and a "
+            "`kmem.Plan` as `remat` to one that was built under "
+            "`kmem.ShardedStrategy`. Received: "
+            f"memory_budget={options.memory_budget}"
+        )
     plans = options.remat is not None and not options.remat.plan
     if plans and engine().size > 1:
         raise ValueError(
