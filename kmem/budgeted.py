@@ -90,7 +90,7 @@ class BudgetedSession:
         self._verbose = 0
         # What steps were seen to need beyond what was predicted.
         self._less = 0
-        self._tests = True
+        self._in_fit = True
         self._buckets: list[_Bucket] = []
         self._bucket: _Bucket | None = None
         self._events: list[str] = []
@@ -129,12 +129,13 @@ class BudgetedSession:
         """Gives the model a train function that keeps the budget.
 
         Args:
-            test_step: Whether validation runs in mixed precision as well.
+            test_step: Whether it is `fit` that trains: it validates as well,
+                and an input pipeline runs beside.
             guard: Whether it takes itself off, when it raises or is called in
                 a later `fit`.
         """
         model = self.model
-        self._tests = test_step
+        self._in_fit = test_step
         self._plain_function = model.train_function
 
         def train(iterator: Iterator):
@@ -167,7 +168,7 @@ class BudgetedSession:
     def _step(self, batch):
         """Takes one step, in as many attempts as it needs."""
         specs = batches.specs_of(batch)
-        bucket = self._covering(specs) or self._choose_beside_pipeline(specs)
+        bucket = self._covering(specs) or self._choose_in_training(specs)
         if bucket is not self._bucket:
             self._enter(bucket)
         if self._options.sharding is not None:
@@ -242,12 +243,13 @@ class BudgetedSession:
         try:
             yield
         finally:
-            session.install(self._tests)
+            session.install(self._in_fit)
             self.model.train_function = self._function
 
-    def _choose_beside_pipeline(self, batch) -> _Bucket:
+    def _choose_in_training(self, batch) -> _Bucket:
         # It is in memory, but for what it has to make ready again.
-        return self._choose(batch, pipeline.ready_bytes(batch))
+        ready = pipeline.ready_bytes(batch) if self._in_fit else 0
+        return self._choose(batch, ready)
 
     def _with_less(self, bucket: _Bucket, less: int, message: str) -> _Bucket:
         """Chooses anew for a bucket, so many bytes below what it had.
@@ -257,7 +259,7 @@ class BudgetedSession:
         """
         self._less += less
         try:
-            found = self._choose_beside_pipeline(bucket.batch)
+            found = self._choose_in_training(bucket.batch)
         except (ValueError, tf.errors.ResourceExhaustedError) as error:
             raise _given_up(message) from error
         self._buckets.remove(bucket)
@@ -269,7 +271,7 @@ class BudgetedSession:
         if self._bucket is not None:
             self._bucket.way.session.remove()
         self._bucket = bucket
-        bucket.way.session.install(self._tests)
+        bucket.way.session.install(self._in_fit)
         self.model.train_function = self._function
         self._show(bucket)
 
