@@ -261,7 +261,8 @@ class Search:
                 return False
             planned = dataclasses.replace(options, remat=Remat(plan=plan))
             expected = seconds * plan.slowdown
-            if before and not _is_quicker(expected, before.predicted_seconds):
+            # A plan's time is predicted less well than it is measured.
+            if before and _is_quicker(before.predicted_seconds, expected):
                 peak = plan.predicted_peak_bytes + some.left_bytes
                 self.tried.append(Choice(planned, peak, expected))
                 return False

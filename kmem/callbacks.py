@@ -71,6 +71,7 @@ class MemoryOptions(EndOfGroup):
             return
         remat = self.options.remat
         if self.options.memory_budget is not None:
+            _check_alone(self.options)
             check(self.model, self.options)
             # It chooses when the first batch comes.
             self._begin(BudgetedSession.of(self.model, self.options))
@@ -119,6 +120,16 @@ class MemoryOptions(EndOfGroup):
         if self._session is not None:
             self._session.remove()
         self._session = None
+
+
+def _check_alone(option: options.MemoryOptions) -> None:
+    """A callback would choose within a step that others take as well."""
+    if option.sharding is not None or "sharding" in option.allow:
+        raise ValueError(
+            "`memory_budget` must be given to the `fit` of a `kmem.Model` if "
+            "the model trains in shards: use `kmem.wrap(model)`. Received: "
+            f"sharding={option.sharding}, allow={option.allow}"
+        )
 
 
 class MicroBatches(MemoryOptions):

@@ -400,6 +400,14 @@ def test_what_is_chosen_cannot_be_given_as_well(options, message):
         kmem.MemoryOptions(memory_budget="1GB", **options)
 
 
+def test_a_callback_does_not_choose_for_several_processes():
+    callback = kmem.callbacks.MemoryOptions(
+        memory_budget="1GB", sharding="full"
+    )
+    with pytest.raises(ValueError, match="must be given to the `fit`"):
+        _fit(_model(), [callback])
+
+
 def test_nothing_can_be_allowed_without_a_budget():
     with pytest.raises(ValueError, match="must come with `memory_budget`"):
         kmem.MemoryOptions(allow="mixed_precision", microbatches=2)
