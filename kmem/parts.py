@@ -74,7 +74,12 @@ class Parts:
             part = self._slice(0, self._first_size)
             total, first_index = function(part, self._first_size), 1
         else:
-            total = [tf.zeros(t.shape, t.dtype) for t in outputs]
+            # Not `tf.zeros`: TensorFlow computes them when it makes the
+            # graph, and has them, as large as the weights, ever after.
+            total = [
+                tf.raw_ops.Empty(shape=t.shape, dtype=t.dtype, init=True)
+                for t in outputs
+            ]
             first_index = 0
         if tf.executing_eagerly():
             for index in range(first_index, int(self._num_parts)):

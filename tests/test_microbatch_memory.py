@@ -55,7 +55,9 @@ def peak_of_step(python, jit_compile, threads, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize(
+    "threads", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 8]
+)
 def test_a_graph_keeps_one_part_whatever_the_threads(
     native_library, python, threads
 ):
@@ -79,6 +81,22 @@ def test_the_whole_batch_takes_what_the_parts_save(
     peak = peak_of_step(python, jit_compile, 2)
 
     assert peak >= (375 if jit_compile else 208) * MIB
+
+
+def test_a_step_in_parts_leaves_nothing_more_in_memory(native_library):
+    dense = [keras.layers.Dense(512) for _ in range(2)]
+    model = kmem.wrap(keras.Sequential([keras.Input((512,)), *dense]))
+    model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensors((tf.ones([8, 512]), tf.ones([8, 512])))
+    model.fit(data, shuffle=False, verbose=0)
+    gc.collect()
+    before = kmem.memory.current("CPU")
+
+    model.fit(data, microbatches=4, shuffle=False, verbose=0)
+
+    gc.collect()
+    more = kmem.memory.current("CPU") - before
+    assert more < 0.1 * sum(v.nbytes for v in model.get_weights())
 
 
 def tower(**compile_arguments):

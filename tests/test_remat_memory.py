@@ -94,7 +94,11 @@ def test_plain_training_keeps_every_output(native_library, python, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "threads, outer, inner, most",
-    [(1, 8, 2, 11.1), (2, 6, 0, 13.1), (8, 8, 2, 11.1)],
+    [
+        pytest.param(1, 8, 2, 11.1, marks=pytest.mark.exhaustive),
+        (2, 6, 0, 13.1),
+        (8, 8, 2, 11.1),
+    ],
 )
 def test_a_graph_keeps_few_outputs_whatever_the_threads(
     native_library, python, threads, outer, inner, most
