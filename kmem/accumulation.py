@@ -16,6 +16,7 @@ from kmem import capture
 from kmem import ordering
 from kmem.loss_terms import SUM
 from kmem.microbatch import BatchGradient
+from kmem.parts import zeros
 from kmem.processes import Alone
 
 _UNKNOWN: Any = tf.TensorShape(None)  # type: ignore[arg-type]
@@ -221,7 +222,7 @@ class _Pending:
     def reset(self) -> None:
         """Begins a group."""
         for variable, shape in self._accumulators():
-            variable.assign(tf.zeros(shape, variable.dtype))
+            variable.assign(zeros(shape, variable.dtype))
         for variable in self._denominators.values():
             variable.assign(tf.zeros([], variable.dtype))
         self.num_batches.assign(0)

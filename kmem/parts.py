@@ -74,12 +74,7 @@ class Parts:
             part = self._slice(0, self._first_size)
             total, first_index = function(part, self._first_size), 1
         else:
-            # Not `tf.zeros`: TensorFlow computes them when it makes the
-            # graph, and has them, as large as the weights, ever after.
-            total = [
-                tf.raw_ops.Empty(shape=t.shape, dtype=t.dtype, init=True)
-                for t in outputs
-            ]
+            total = [zeros(t.shape, t.dtype) for t in outputs]
             first_index = 0
         if tf.executing_eagerly():
             for index in range(first_index, int(self._num_parts)):
@@ -122,6 +117,15 @@ class Parts:
 
     def _slice(self, start, size):
         return slice_rows(self._data, start, size)
+
+
+def zeros(shape, dtype) -> tf.Tensor:
+    """Zeros that a graph makes each time that it runs.
+
+    TensorFlow computes those of `tf.zeros` when it makes the graph, and keeps
+    them: where gradients are summed, as many bytes as the weights have.
+    """
+    return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=True)
 
 
 def slice_rows(data: Any, start, size) -> Any:

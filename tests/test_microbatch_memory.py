@@ -83,16 +83,20 @@ def test_the_whole_batch_takes_what_the_parts_save(
     assert peak >= (375 if jit_compile else 208) * MIB
 
 
-def test_a_step_in_parts_leaves_nothing_more_in_memory(native_library):
+@pytest.mark.parametrize(
+    "options", [{"microbatches": 4}, {"gradient_accumulation_steps": 2}]
+)
+def test_sums_of_gradients_leave_nothing_in_memory(native_library, options):
     dense = [keras.layers.Dense(512) for _ in range(2)]
     model = kmem.wrap(keras.Sequential([keras.Input((512,)), *dense]))
     model.compile("sgd", "mse")
-    data = tf.data.Dataset.from_tensors((tf.ones([8, 512]), tf.ones([8, 512])))
+    rows = tf.ones([8, 512])
+    data = tf.data.Dataset.from_tensors((rows, rows)).repeat(2)
     model.fit(data, shuffle=False, verbose=0)
     gc.collect()
     before = kmem.memory.current("CPU")
 
-    model.fit(data, microbatches=4, shuffle=False, verbose=0)
+    model.fit(data, shuffle=False, verbose=0, **options)
 
     gc.collect()
     more = kmem.memory.current("CPU") - before

@@ -176,15 +176,27 @@ def test_tensors_are_given_up_in_every_process(seen):
         assert num_evictions > 0
 
 
-def test_all_processes_choose_the_same_within_a_budget(seen):
-    (chosen, _, _, _), (other, _, _, _) = (result["budget"] for result in seen)
+def check_budgeted(found):
+    (chosen, *_), (other, *_) = found
     assert chosen == other
     assert "microbatches" in chosen or "remat" in chosen
-    for result in seen:
-        _, error, excess, events = result["budget"]
+    for _, error, excess, events in found:
         assert error < 1e-11
         assert excess <= 0
         assert not events
+
+
+def test_all_processes_choose_the_same_within_a_budget(seen):
+    check_budgeted([result["budget"] for result in seen])
+
+
+@pytest.mark.exhaustive
+def test_processes_choose_a_stage_where_that_is_allowed():
+    main = functools.partial(sharded.budgeted, allow=("sharding",))
+    found = kmem.distributed.launch(main, 2)
+
+    check_budgeted(found)
+    assert all("sharding=" in chosen for chosen, *_ in found)
 
 
 def test_a_layer_s_weights_are_forgotten_after_it(seen):
