@@ -287,7 +287,7 @@ def test_without_evictions_the_peak_is_that_of_plain_eager():
     [
         # Compiled calls need more at a time.
         ("layers", 0.8, 24),
-        pytest.param("layers", 0.8, 200, marks=pytest.mark.slow),
+        pytest.param("layers", 0.8, 200, marks=pytest.mark.exhaustive),
         pytest.param(None, 0.7, 100, marks=pytest.mark.slow),
         pytest.param("layers", 0.7, 2000, marks=pytest.mark.exhaustive),
         pytest.param(None, 0.5, 2000, marks=pytest.mark.exhaustive),

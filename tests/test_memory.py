@@ -324,7 +324,9 @@ def test_the_public_names_are_those_of_the_documentation():
         assert callable(getattr(memory, name))
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("eager", marks=pytest.mark.exhaustive), "graph"]
+)
 def test_kernels_that_do_not_notice_a_refusal_end_in_an_error(python, mode):
     # oneDNN's convolution would take the process with it, hence another one.
     status, output, errors = python.run(f"""

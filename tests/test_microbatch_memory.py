@@ -213,7 +213,7 @@ def test_eager_mode_holds_nothing_after_fit(native_library):
     assert kmem.memory.current("CPU") == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_returns_to_its_start_after_36_fits(native_library):
     options = itertools.cycle(
         [

@@ -82,7 +82,9 @@ def assert_equal(got, want):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.8])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.9, marks=pytest.mark.exhaustive), 0.8]
+)
 def test_a_budget_is_kept_with_the_same_numbers(share):
     want, budget = train_and_share(share, stack())
     model = stack()

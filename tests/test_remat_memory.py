@@ -83,7 +83,7 @@ def peaks(python, mode="graph", threads=2, outer=0, inner=0):
     return [float(line) for line in output.splitlines()[-3:]]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_plain_training_keeps_every_output(native_library, python, mode):
     assert min(peaks(python, mode)) >= (48 if mode == "xla" else 26)
@@ -109,7 +109,11 @@ def test_a_graph_keeps_few_outputs_whatever_the_threads(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, outer, inner, most",
-    [("eager", 8, 2, 12.1), ("xla", 6, 0, 15.1), ("xla", 8, 2, 10.1)],
+    [
+        ("eager", 8, 2, 12.1),
+        pytest.param("xla", 6, 0, 15.1, marks=pytest.mark.exhaustive),
+        ("xla", 8, 2, 10.1),
+    ],
 )
 def test_eager_mode_and_xla_keep_few_outputs(
     native_library, python, mode, outer, inner, most
