@@ -215,20 +215,20 @@ def rows(name):
             found = training.steps(planned)
             if found[0] <= room:
                 fit[planned] = found
-        best = min(fit, key=lambda options: fit[options][1], default=plain)
-        turns = [
-            in_turn(training, (knob, best, plain), number)
-            for number in range(NUM_TURNS)
-        ]
+        best = min(fit, key=lambda options: fit[options][1], default=None)
+        ways = (knob, plain, best) if best else (knob, plain)
+        turns = [in_turn(training, ways, n) for n in range(NUM_TURNS)]
         error = largest_error(training.trained(knob), expected)
         report = training.model.memory_report
+        single = "none | | |"
+        if best:
+            single = f"{describe(best)} | {ratio(turns, 2, 1):.2f} | "
+            single += f"{ratio(turns, 0, 2):.2f} |"
         yield (
             f"| {name} | {budget / 1e6:.1f} | {peak / 1e6:.1f} | "
             f"{'yes' if peak <= budget else 'NO'} | "
             f"{describe(report.chosen.options)} | "
-            f"{ratio(turns, 0, 2):.2f} | {describe(best)} | "
-            f"{ratio(turns, 1, 2):.2f} | {ratio(turns, 0, 1):.2f} | "
-            f"{error:.0e} | {waited:.0f} |"
+            f"{ratio(turns, 0, 1):.2f} | {single} {error:.0e} | {waited:.0f} |"
         )
 
 
