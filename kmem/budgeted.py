@@ -235,10 +235,11 @@ class BudgetedSession:
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
         """Within, the model is not in the shards in which it trains."""
-        session = self._bucket.way.session if self._bucket else None
-        if session is None or self._options.sharding is None:
+        sharded = self._options.sharding is not None and self.trains()
+        if self._bucket is None or not sharded:
             yield
             return
+        session = self._bucket.way.session
         session.remove()
         try:
             yield

@@ -39,6 +39,21 @@ def make_private(path: pathlib.Path) -> None:
     check_private(path)
 
 
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file that appears whole or not at all.
+
+    Args:
+        path: The file's path.
+        text: What is in it.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def check_private(path: pathlib.Path) -> None:
     """Checks that nobody else could have put something into a folder.
 

@@ -37,6 +37,12 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return [each for each in inside if id(each) not in deeper]
 
 
+def has_default_step(model) -> bool:
+    """Whether the model's `train_step` is Keras's own."""
+    step = getattr(model.train_step, "__func__", None)
+    return step is keras.Model.train_step
+
+
 class DiscardedState(keras.StatelessScope):
     """A scope in which every assignment to a Keras variable is lost.
 

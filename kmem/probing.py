@@ -66,11 +66,14 @@ def draw(
     line = Line(0, slope, first.seconds / last_rows)
     while last_rows < total and last.peak_bytes < most_bytes:
         rows = min(total, _GROWTH * last_rows)
-        is_second = last is first
-        if num_processes > 1 and not is_second:
+        is_known = last is not first
+        if (
+            num_processes > 1
+            and is_known
+            and line.peak_bytes(rows) > most_bytes
+        ):
             # One that runs out of memory would end them all.
-            if line.peak_bytes(rows) > most_bytes:
-                break
+            break
         found = _probe(rehearsals, options, batch, rows)
         if found is None:
             # It is steeper than can be seen.

@@ -151,7 +151,7 @@ def _measured(
             with memory.track() as usage:
                 duration = timed(step, data)
             # They all have to take as many.
-            seconds.append(agreeing.highest(group, int(1e9 * duration)) / 1e9)
+            seconds.append(agreeing.slowest(group, duration))
             peaks.append(usage.peak_bytes)
     except tf.errors.ResourceExhaustedError:
         return None

@@ -5,13 +5,14 @@ again would rehearse them all again, and a search for less memory most of them.
 """
 
 import json
-import os
 import pathlib
 from typing import Any
 
 import keras
 
 from kmem import batches
+from kmem import cache
+from kmem import capture
 from kmem import memory
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
@@ -24,9 +25,7 @@ from kmem.store import Store
 
 
 def _save(found: Rehearsal, path: pathlib.Path) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps([found.peak_bytes, found.seconds]))
-    os.replace(part, path)
+    cache.write_whole(path, json.dumps([found.peak_bytes, found.seconds]))
 
 
 def _load(path: pathlib.Path) -> Rehearsal:
@@ -84,7 +83,7 @@ class Rehearsals:
                 _store.keep(key, self._in_use, found)
         agreed = Rehearsal(
             agreeing.highest(group, found.peak_bytes),
-            agreeing.highest(group, int(1e9 * found.seconds)) / 1e9,
+            agreeing.slowest(group, found.seconds),
         )
         return agreed, session
 
@@ -98,8 +97,7 @@ class Rehearsals:
 
 def _key(model, batch) -> tuple:
     """What the steps of a model are known by; nothing if only it knows."""
-    train_step = getattr(model.train_step, "__func__", None)
-    if train_step is not keras.Model.train_step:
+    if not capture.has_default_step(model):
         return ()
     try:
         recording = profiling.record_batch(model, batch)

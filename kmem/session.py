@@ -77,12 +77,8 @@ class Session:
             and options.sharding is None
         )
         self._blocks = Blocks(model) if compiles else None
-        is_default = (
-            getattr(model.train_step, "__func__", None)
-            is keras.Model.train_step
-        )
         self._captures = (
-            (self._plan is not None and is_default)
+            (self._plan is not None and capture.has_default_step(model))
             or options.microbatches is not None
             or options.gradient_accumulation_steps is not None
             or optimizer is not model.optimizer

@@ -7,10 +7,10 @@ import inspect
 import keras
 
 from kmem import batches
-from kmem import budgeted
 from kmem import pipeline
 from kmem import planner
 from kmem.budgeted import BudgetedSession
+from kmem.budgeted import in_processes
 from kmem.callbacks import EndOfGroup
 from kmem.choices import MemoryReport
 from kmem.options import MemoryOptions
@@ -199,8 +199,7 @@ def _wrapped_method(model, plain, method):
 def _fit(model, keras_fit, args, kwargs):
     """Keras's `fit`, with the memory options among `kwargs`."""
     signature = inspect.signature(keras_fit)
-    options = split_options(kwargs, set(signature.parameters))
-    options = budgeted.in_processes(options)
+    options = in_processes(split_options(kwargs, set(signature.parameters)))
     _end_train_on_batch(model)
     # Shards that an error has left: nobody could plan for them.
     plans = options.remat is not None or options.memory_budget is not None
@@ -266,8 +265,8 @@ def _train_on_batch(model, keras_train_on_batch, args, kwargs):
             names = ("x", "y", "sample_weight")
             data = keras.utils.pack_x_y_sample_weight(*map(given.get, names))
             made = planner.with_plan(model, options, batches.specs_of(data))
-        is_budgeted = options.memory_budget is not None
-        session = (BudgetedSession if is_budgeted else Session).of(model, made)
+        budgeted = options.memory_budget is not None
+        session = (BudgetedSession if budgeted else Session).of(model, made)
         session.install(test_step=False)
         object.__setattr__(model, _SESSION, (options, session))
     return keras_train_on_batch(*args, **kwargs)

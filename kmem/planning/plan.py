@@ -12,6 +12,7 @@ import os
 import pathlib
 from typing import Any
 
+from kmem import cache
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.network import Stage
@@ -177,12 +178,7 @@ class Plan:
                 "inputs": sorted(self.network.inputs),
             },
         }
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            part.write_text(json.dumps(content), encoding="utf-8")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        cache.write_whole(path, json.dumps(content))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":
