@@ -1,5 +1,7 @@
 """Memory options of levels save memory, and keep the numbers."""
 
+import gc
+
 import keras
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from multilevel_cases import relative_error
 from peaks import least_peak_bytes
 
 import kmem
+from kmem.multilevel import ConjugateGradient
 from kmem.multilevel import FiniteDifference
 from kmem.multilevel import Identity
 from kmem.multilevel import Level
@@ -37,6 +40,21 @@ def test_sixteen_bits_round_the_mixed_product_as_they_round_a_gradient(
     )
 
     assert 0 < error < tolerance
+
+
+@pytest.mark.parametrize("hypergradient", [Identity(), ConjugateGradient(2)])
+def test_a_hypergradient_leaves_nothing_in_memory(
+    native_library, hypergradient
+):
+    gc.collect()
+    before = kmem.memory.current("CPU")
+    program, _ = fitted(
+        width=256, depth=2, rows=8, epochs=1, hypergradient=hypergradient
+    )
+
+    gc.collect()
+    more = kmem.memory.current("CPU") - before
+    assert more < 1.1 * sum(v.nbytes for v in program.get_weights())
 
 
 def deep(width=32, depth=8, rows=2048, normalized=False, **options):

@@ -21,6 +21,7 @@ from kmem.multilevel import passes
 from kmem.multilevel import replicas
 from kmem.multilevel.together import OneProcess
 from kmem.parts import Parts
+from kmem.parts import zeros
 
 Tensors = list[tf.Tensor]
 
@@ -191,8 +192,11 @@ class Derivatives(abc.ABC):
                     loss = _scaled(loss, scale)
                 gradient = _dense(inner.gradient(loss, own), own)
                 self._hold_back(gradient)
-                product = dot(gradient, direction)
-            found = _dense(outer.gradient(product, sources), sources)
+            # Not of an inner product: ones for each weight would be kept.
+            found = outer.gradient(
+                gradient, sources, output_gradients=direction
+            )
+            found = _dense(found, sources)
             self._hold_back(found)
             return found
 
@@ -281,15 +285,12 @@ class Derivatives(abc.ABC):
             ) from error
 
 
-def dot(a: Tensors, b: Tensors) -> tf.Tensor:
-    """The inner product of two lists of tensors."""
-    return tf.add_n([tf.reduce_sum(x * y) for x, y in zip(a, b, strict=True)])
-
-
 def _dense(gradients: list, values: Tensors) -> Tensors:
     """Zeros for `None`, and no `IndexedSlices`."""
     return [
-        tf.zeros_like(value) if g is None else tf.convert_to_tensor(g)
+        zeros(value.shape, value.dtype)
+        if g is None
+        else tf.convert_to_tensor(g)
         for g, value in zip(gradients, values, strict=True)
     ]
 

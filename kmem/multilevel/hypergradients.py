@@ -26,7 +26,7 @@ from kmem.checks import positive_int
 from kmem.checks import set_fields
 from kmem.multilevel import replicas
 from kmem.multilevel.derivatives import Tensors
-from kmem.multilevel.derivatives import dot
+from kmem.parts import zeros
 
 
 class Problem(Protocol):
@@ -227,19 +227,19 @@ class ConjugateGradient:
         self, vector: Tensors, level: Problem, batch: Any, wrt: list
     ) -> Tensors:
         """Takes a gradient through a level; see `Identity`."""
-        start = dot(vector, vector)
+        start = _dot(vector, vector)
         enough = start * self.tolerance**2
 
         def improve(solution, residual, direction, square):
             product = level.directional_gradient(
                 batch, direction, level.variables
             )
-            curvature = dot(direction, product)
+            curvature = _dot(direction, product)
             active = (square > enough) & (curvature > 0)
             step = _where(active, tf.math.divide_no_nan(square, curvature))
             solution = _add(solution, direction, step)
             residual = _add(residual, product, -step)
-            after = dot(residual, residual)
+            after = _dot(residual, residual)
             share = tf.math.divide_no_nan(after, square)
             turned = _add(residual, direction, share)
             # The same direction again is the end of all that follows, too.
@@ -249,7 +249,7 @@ class ConjugateGradient:
             ]
             return solution, residual, direction, after
 
-        state = ([tf.zeros_like(v) for v in vector], vector, vector, start)
+        state = (_zeros(vector), vector, vector, start)
         with level.replayed(batch):
             solution, *_ = _repeated(self.iterations, improve, state)
             return _mixed(solution, level, batch, wrt)
@@ -291,7 +291,7 @@ class Unrolled:
         momentum: Any = level.optimizer.momentum
         momentum = keras.ops.cast(momentum, vector[0].dtype)
         of_weights = vector
-        of_velocity = [tf.zeros_like(v) for v in vector]
+        of_velocity = _zeros(vector)
         of_others: Tensors = []
         num_own = len(level.variables)
         for step in reversed(level.steps):
@@ -360,6 +360,15 @@ def _repeated(count: int, body: Callable, state: tuple) -> tuple:
 
 def _in_graph(tensors: Tensors) -> Tensors:
     return [] if tf.executing_eagerly() else tensors
+
+
+def _dot(a: Tensors, b: Tensors) -> tf.Tensor:
+    """The inner product of two lists of tensors."""
+    return tf.add_n([tf.reduce_sum(x * y) for x, y in zip(a, b, strict=True)])
+
+
+def _zeros(tensors: Tensors) -> Tensors:
+    return [zeros(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _add(a: Tensors, b: Tensors, factor: Any = 1) -> Tensors:
