@@ -7,6 +7,7 @@ splits into three equal parts.
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers
 
@@ -379,3 +380,13 @@ for _name in OPTIMIZERS:
 # One of each mechanism: rows, a counted denominator, a sum beside a mean, a
 # step of the user's own.
 FEW = ["plain", "masked_regularized", "several_outputs", "own_train_step"]
+# Modes besides a graph. XLA takes seconds for each, so few at every run.
+MODES = [("eager", name) for name in FEW] + [
+    pytest.param("xla", name, marks=marks)
+    for name, marks in {
+        "masked_regularized": (),
+        "own_train_step": (),
+        "plain": pytest.mark.exhaustive,
+        "several_outputs": pytest.mark.exhaustive,
+    }.items()
+]

@@ -288,7 +288,7 @@ def budgeted(**options):
 
     def case():
         model = keras.Sequential([keras.Input((256, 8))])
-        for _ in range(4):
+        for _ in range(3):
             model.add(layers.Dense(64, "tanh"))
         model.add(layers.Dense(4))
         model.compile("adam", "mse")

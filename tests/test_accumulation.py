@@ -30,9 +30,8 @@ def test_a_group_of_batches_trains_like_one_batch(name):
     assert relative_error(state(model), want) < 1e-12
 
 
-@pytest.mark.parametrize("name", cases.FEW)
-@pytest.mark.parametrize("mode", ["eager", "xla"])
-def test_a_group_trains_like_one_batch_in_every_mode(name, mode):
+@pytest.mark.parametrize("mode, name", cases.MODES)
+def test_a_group_trains_like_one_batch_in_every_mode(mode, name):
     want, _ = whole(cases.ALL[name], mode=mode, batch_size=21)
     model, _ = train(cases.ALL[name], mode=mode, **GROUPED)
 

@@ -25,9 +25,8 @@ def test_parts_train_like_the_whole_batch(name):
     assert log_error(logs, history) < 1e-12
 
 
-@pytest.mark.parametrize("name", cases.FEW)
-@pytest.mark.parametrize("mode", ["eager", "xla"])
-def test_parts_train_like_the_whole_batch_in_every_mode(name, mode):
+@pytest.mark.parametrize("mode, name", cases.MODES)
+def test_parts_train_like_the_whole_batch_in_every_mode(mode, name):
     case = cases.ALL[name]
     want, history = whole(case, mode=mode)
     model, logs = train(case, mode=mode, **PARTS)

@@ -109,41 +109,48 @@ def test_a_model_is_measured_and_planned_for_once(monkeypatch):
     del ballast
 
 
-def choose(folder, *kernel_sizes):
-    """For each model: what is chosen for a budget, whether it was kept, and how
-    many steps were rehearsed."""
+def choose(folder, rehearse=None, kernel_size=3):
+    """What is chosen for a budget, whether it was kept, and how many steps
+    were rehearsed, by another function if one is given."""
     Store.folder = lambda store: folder / store.name
+    rehearse = rehearse or rehearsals.rehearse_on_batch
     rehearsed = []
-    rehearse = rehearsals.rehearse_on_batch
     rehearsals.rehearse_on_batch = lambda *args: (
         rehearsed.append(args) or rehearse(*args)
     )
     x = np.zeros((4096, 8, 4), "float32")
     # Beside it what other steps still hold is little.
     ballast = tf.zeros([256 * x.size])
-    found = []
-    for kernel_size in kernel_sizes:
-        budget = kmem.memory.current() + 16 * x.nbytes
-        model = kmem.wrap(make(kernel_size))
-        before = len(rehearsed)
-        with kmem.memory.track() as usage:
-            model.fit(x, x, batch_size=4096, memory_budget=budget, verbose=0)
-        chosen = model.memory_report.chosen.options
-        keeps = usage.peak_bytes <= budget
-        found.append((chosen, keeps, len(rehearsed) - before))
+    budget = kmem.memory.current() + 16 * x.nbytes
+    model = kmem.wrap(make(kernel_size))
+    with kmem.memory.track() as usage:
+        model.fit(x, x, batch_size=4096, memory_budget=budget, verbose=0)
     del ballast
-    return found
+    chosen = model.memory_report.chosen.options
+    return chosen, usage.peak_bytes <= budget, len(rehearsed)
+
+
+def choose_again(folder):
+    """The same where nothing may be rehearsed, and what another model does."""
+
+    def rehearse(*_):
+        raise AssertionError("rehearsed again")
+
+    same = choose(folder, rehearse)
+    with pytest.raises(AssertionError, match="rehearsed again"):
+        choose(folder, rehearse, kernel_size=5)
+    return same
 
 
 def test_a_program_that_runs_again_rehearses_nothing(tmp_path, native_library):
-    run = functools.partial(choose, tmp_path / "kept")
-    first, again = functools.partial(run, 3), functools.partial(run, 3, 5)
+    folder = tmp_path / "kept"
+    first = functools.partial(choose, folder)
+    again = functools.partial(choose_again, folder)
 
-    (((chosen, keeps, num_rehearsals),),) = kmem.distributed.launch(first, 1)
-    ((same, other),) = kmem.distributed.launch(again, 1)
+    ((chosen, keeps, num_rehearsals),) = kmem.distributed.launch(first, 1)
+    (same,) = kmem.distributed.launch(again, 1)
 
     assert chosen.microbatches or chosen.remat
     assert keeps
     assert num_rehearsals > 0
     assert same == (chosen, True, 0)
-    assert other[-1] > 0
