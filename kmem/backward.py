@@ -10,13 +10,16 @@ from kmem import xla
 from kmem.remat import dependencies
 
 
-def hold_back(gradients: list) -> None:
+def hold_back(gradients: list, differentiated: bool = False) -> None:
     """Keeps a backward pass from running ahead; nothing in eager mode.
 
     Args:
         gradients: Tensors, `IndexedSlices` or `None`, of one graph.
+        differentiated: Whether somebody is going to differentiate them.
     """
     if tf.executing_eagerly():
         return
-    order = xla if dependencies.in_xla() else ordering
-    order.hold_back(gradients)
+    if dependencies.in_xla():
+        xla.hold_back(gradients)
+    else:
+        ordering.hold_back(gradients, differentiated)

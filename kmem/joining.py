@@ -37,6 +37,16 @@ _FUNCTIONS = frozenset(
 )
 
 
+def lasting(made: tf.Tensor) -> tf.Tensor:
+    """A result that the graph optimizer neither takes out nor joins then."""
+    if not tf.executing_eagerly():
+        # Private in TensorFlow. If the attribute's name changes, rounding
+        # does, which tests/test_applying.py and test_broadcasts.py see.
+        kept = tf.compat.v1.AttrValue(b=True)
+        made.op._set_attr("_grappler_do_not_remove", kept)
+    return made
+
+
 def maker(gradient) -> tf.Operation:
     """The operation that makes a tensor, or the values of `IndexedSlices`."""
     if isinstance(gradient, tf.IndexedSlices):

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from kmem import broadcasts
 from kmem import capture
 from kmem import joining
 
@@ -46,7 +47,7 @@ def is_unordered(op: tf.Operation) -> bool:
     return op.name in _unordered.get(op.graph, ())
 
 
-def hold_back(gradients: list) -> None:
+def hold_back(gradients: list, differentiated: bool = False) -> None:
     """Orders a backward pass that was just traced.
 
     No operation waits for one that needs it, so that there is no cycle, and
@@ -55,13 +56,15 @@ def hold_back(gradients: list) -> None:
 
     Args:
         gradients: Tensors, `IndexedSlices` or `None`, of one graph.
+        differentiated: Whether somebody is going to differentiate them.
     """
     weight_gradients = {joining.maker(g) for g in gradients if g is not None}
     if not weight_gradients:
         return
-    graph = next(iter(weight_gradients)).graph
-    needed = _ancestors(weight_gradients)
-    ops = _sorted([op for op in graph.get_operations() if op in needed])
+    ops = _needed(weight_gradients)
+    if not differentiated:
+        broadcasts.once(op for op in ops if op not in weight_gradients)
+        ops = _needed(weight_gradients)
     # These run in the order of their trace, and so does what leads to them.
     if any(op.type.startswith("Collective") for op in ops):
         return
@@ -176,6 +179,13 @@ def _is_joined(op: tf.Operation) -> bool:
         len(tensor.consumers()) == 1 and joining.are_joined(tensor.op, op)
         for tensor in op.inputs
     )
+
+
+def _needed(ops: set[tf.Operation]) -> list[tf.Operation]:
+    """The operations, and all that they need, in an order to run them in."""
+    found = _ancestors(ops)
+    graph = next(iter(ops)).graph
+    return _sorted([op for op in graph.get_operations() if op in found])
 
 
 def _sorted(ops: list[tf.Operation]) -> list[tf.Operation]:

@@ -28,6 +28,7 @@ LAYERS = (
     {
         "backward",
         "batches",
+        "broadcasts",
         "capture",
         "excerpts",
         "joining",

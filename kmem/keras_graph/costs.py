@@ -16,11 +16,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem import broadcasts
 from kmem import capture
 from kmem import memory
 from kmem.keras_graph.recording import Call
 from kmem.keras_graph.recording import num_bytes
 from kmem.keras_graph.recording import root
+from kmem.remat import dependencies
 from kmem.remat import state
 
 # A processor of no particular make, for times that are computed.
@@ -179,6 +181,9 @@ class _Backward:
             sources + self._variables,
             output_gradients=[gradient for _, gradient in pairs],
         )
+        if not dependencies.in_xla():
+            latest = broadcasts.once(graph.get_operations()[num_forward:])
+            gradients = [latest(gradient) for gradient in gradients]
         return outputs, gradients, num_forward
 
     def _trace(self, inputs, output_gradients):

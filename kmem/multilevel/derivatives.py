@@ -191,7 +191,7 @@ class Derivatives(abc.ABC):
                     loss = self._loss_at(part, values)
                     loss = _scaled(loss, scale)
                 gradient = _dense(inner.gradient(loss, own), own)
-                self._hold_back(gradient)
+                self._hold_back(gradient, differentiated=True)
             # Not of an inner product: ones for each weight would be kept.
             found = outer.gradient(
                 gradient, sources, output_gradients=direction
@@ -267,10 +267,12 @@ class Derivatives(abc.ABC):
         with passes.Substituted(values):
             return self.loss_of(part)
 
-    def _hold_back(self, gradients: Tensors) -> None:
+    def _hold_back(
+        self, gradients: Tensors, differentiated: bool = False
+    ) -> None:
         """Orders the backward pass, where memory is to be saved."""
         if self._ordered:
-            backward.hold_back(gradients)
+            backward.hold_back(gradients, differentiated)
 
     @contextlib.contextmanager
     def _explained(self):

@@ -13,6 +13,8 @@ import tensorflow as tf
 # tests/test_remat.py fails if it moves.
 from tensorflow.python.eager import record
 
+from kmem import broadcasts
+from kmem import joining
 from kmem import ordering
 from kmem.remat import dependencies
 from kmem.remat import names
@@ -232,7 +234,7 @@ class _Segment:
 
         def noted(tensor):
             with scope:
-                return names.lasting(tf.identity(tensor)), gradient
+                return joining.lasting(tf.identity(tensor)), gradient
 
         note: Any = tf.custom_gradient(noted)
         return note(output)
@@ -245,7 +247,7 @@ class _Segment:
         tensors = self._arguments.tensors
         values = [value for _, value in self._values]
         find = functools.partial(self._found, wanted)
-        if not record.should_record_backprop([*known, *tensors, *values]):
+        if not _is_watched(known, tensors, values):
             return find(known, tensors, values)
 
         def find_dense(known, tensors, values):
@@ -274,6 +276,10 @@ class _Segment:
         outputs = [outputs[i] for i in wanted]
         sources = [inputs, run.watched, self._raw]
         found: Any = tape.gradient(outputs, sources, output_gradients=known)
+        # Not what is differentiated: that would be needed as it was, too.
+        if not (dependencies.in_xla() or _is_watched(known, tensors, values)):
+            latest = broadcasts.once(_operations()[after:])
+            found = tf.nest.map_structure(latest, found)
         of_inputs, of_values, of_raw = found
         of_variables = [*map(_sum, of_values), *of_raw]
         made = _operations()
@@ -340,6 +346,12 @@ def _as(run: int):
         yield
     finally:
         _running.reset(token)
+
+
+def _is_watched(*groups: list) -> bool:
+    """Whether somebody differentiates what is computed from some tensors."""
+    tensors = [tensor for group in groups for tensor in group]
+    return record.should_record_backprop(tensors)
 
 
 def _sum(gradients: list):

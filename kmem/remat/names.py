@@ -99,16 +99,6 @@ def copy(tensor: tf.Tensor) -> tf.Tensor:
         return tf.identity(tensor)
 
 
-def lasting(copied: tf.Tensor) -> tf.Tensor:
-    """A copy, which the graph optimizer does not take out then."""
-    if not tf.executing_eagerly():
-        # Private in TensorFlow. If the attribute's name changes, rounding
-        # does, which tests/test_applying.py sees.
-        kept = tf.compat.v1.AttrValue(b=True)
-        copied.op._set_attr("_grappler_do_not_remove", kept)
-    return copied
-
-
 @contextlib.contextmanager
 def _instead(graph: tf.Graph, name: str, method: Callable) -> Iterator[None]:
     actual = getattr(graph, name)

@@ -141,4 +141,4 @@ def _reader(tensor: tf.Tensor, until: list[tf.Tensor]) -> tf.Operation:
     with names.after(tensor):
         copies = tf.identity_n([tensor, *until])
     # One that is only waited for would become a control dependency.
-    return names.lasting(copies[0]).op
+    return joining.lasting(copies[0]).op
