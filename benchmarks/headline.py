@@ -29,7 +29,7 @@ BUDGET = "kmem, memory_budget"
 # Multiples of Keras's largest batch, until one does not train.
 MULTIPLES = {
     SCOPE: (1, 2, 3, 4),
-    REMAT: (3, 4, 6, 8),
+    REMAT: (3, 3.5, 4, 6, 8),
     BUDGET: (16,),
 }
 DEVICE_BYTES = {"ResNet50": 10**9, "transformer": 5 * 10**8}
@@ -106,7 +106,7 @@ def lines(name, ways, num_steps):
         yield row(name, KERAS, 1, largest, keras.answers, keras.answers)
         for way in ways:
             for multiple in MULTIPLES[way]:
-                rows = multiple * largest
+                rows = int(multiple * largest)
                 arguments = name, way, str(rows), str(device_bytes)
                 with Process(train, *arguments) as process:
                     turns = [None, *in_turns(process, keras, num_steps)]

@@ -23,7 +23,9 @@ _REPEATS = frozenset({"BroadcastTo", "Tile"})
 _ADDITIONS = frozenset({"Add", "AddN", "AddV2"})
 # Of two arguments, element by element.
 _PAIRWISE = frozenset({"AddV2", "Mul", "RealDiv", "Sub"})
-_OF_ONE_SHAPE = frozenset({"Identity", "Neg", "StopGradient"})
+# What keeps the shape of its argument, or of the larger of two.
+_OF_ONE = frozenset({"Cast", "Identity", "Neg", "Square", "StopGradient"})
+_OF_TWO = _PAIRWISE | {"SquaredDifference"}
 _ONCE = "/once"
 
 
@@ -61,7 +63,10 @@ class _Renewal:
     def look_at(self, op: tf.Operation) -> None:
         if op.type in _REPEATS:
             source, result = op.inputs[0], op.outputs[0]
-            if _is_repeated_in(source, result):
+            # A tile repeats whole rows of numbers, too.
+            if source.shape.rank == result.shape.rank and (
+                op.type == "BroadcastTo" or _is_repeated_in(source, result)
+            ):
                 with _beside(op):
                     copied = tf.identity(source, name=op.name + _ONCE)
                 # Or constants would be multiplied before it, not behind it.
@@ -74,30 +79,31 @@ class _Renewal:
         if all(tensor.ref() not in self._sources for tensor in op.inputs):
             return
         if op.type in _PAIRWISE and all(small):
-            self._sources[op.outputs[0].ref()] = self._anew(op, op.inputs)
+            self._sources[op.outputs[0].ref()] = self._anew(op, list(op.inputs))
         elif op.type in _PAIRWISE and _have_one_shape(*op.inputs):
-            self._replace(op, op.inputs)
+            self._replace(op, list(op.inputs))
         elif op.type == "AddN" and not all(small) and _is_by_itself(op):
             # TensorFlow's graph optimizer sorts them by name.
             addends = sorted(op.inputs, key=_name)
             self._replace(op, addends)
 
-    def _replace(self, op: tf.Operation, arguments: Iterable) -> None:
+    def _replace(self, op: tf.Operation, arguments: list[tf.Tensor]) -> None:
+        """Lets what reads an operation's result read that of a new one."""
         (old,) = op.outputs
-        # Private in TensorFlow, as what changes an input is: a user's own tape
-        # makes these. tests/test_broadcasts.py fails if they move.
-        if op._control_outputs:
-            return
         readers = old.consumers()
         new = self._renewed[old.ref()] = self._anew(op, arguments)
         for reader in readers:
             for index, read in enumerate(reader.inputs):
                 if read is old:
+                    # Private in TensorFlow, as is what follows: a user's own
+                    # tape makes these. tests/test_broadcasts.py fails if they
+                    # move.
                     reader._update_input(index, new)
 
-    def _anew(self, op: tf.Operation, arguments: Iterable) -> tf.Tensor:
+    def _anew(self, op: tf.Operation, arguments: list[tf.Tensor]) -> tf.Tensor:
         """The operation, of what its arguments repeat; sums two by two."""
         make = getattr(tf.raw_ops, "AddV2" if op.type == "AddN" else op.type)
+        total: tf.Tensor
         total, *rest = [self._sources.get(t.ref(), t) for t in arguments]
         with _beside(op):
             for tensor in rest:
@@ -105,6 +111,10 @@ class _Renewal:
                 total = joining.lasting(
                     make(x=total, y=tensor, name=op.name + _ONCE)
                 )
+        for waiting in op._control_outputs:
+            before = [b for b in waiting.control_inputs if b is not op]
+            waiting._remove_all_control_inputs()
+            waiting._add_control_inputs([*before, total.op])
         return total
 
 
@@ -121,10 +131,18 @@ def _is_by_itself(addition: tf.Operation) -> bool:
     readers = addition.outputs[0].consumers()
     if len(readers) == 1 and readers[0].type in _ADDITIONS:
         return False
-    return all(
-        tensor.op.type in _PAIRWISE and len(tensor.consumers()) == 1
-        for tensor in addition.inputs
-    )
+    return all(map(_is_held_once, addition.inputs))
+
+
+def _is_held_once(tensor: tf.Tensor) -> bool:
+    while len(tensor.consumers()) == 1:
+        if tensor.op.type in _PAIRWISE:
+            return True
+        # Where sizes are not known, what may be one of a sum.
+        if tensor.op.type not in ("Reshape", "Sum"):
+            return False
+        tensor = tensor.op.inputs[0]
+    return False
 
 
 def _is_repeated_in(source: tf.Tensor, result: tf.Tensor) -> bool:
@@ -139,31 +157,48 @@ def _is_repeated_in(source: tf.Tensor, result: tf.Tensor) -> bool:
 
 
 def _have_one_shape(a: tf.Tensor, b: tf.Tensor) -> bool:
-    if a.shape.is_fully_defined() and b.shape.is_fully_defined():
-        return a.shape == b.shape
-    return _origin(a) is _origin(b)
+    if a.shape.rank is None or a.shape.as_list() != b.shape.as_list():
+        return False
+    return a.shape.is_fully_defined() or _origin(a) is _origin(b)
 
 
 def _origin(tensor: tf.Tensor) -> tf.Tensor:
-    """What a tensor has its shape from."""
+    """What a tensor has the sizes from that are not known."""
     while True:
         op = tensor.op
         if op.type == "BroadcastTo" and op.inputs[1].op.type == "Shape":
             sources = op.inputs[1].op.inputs
-        elif op.type in _OF_ONE_SHAPE:
+        elif op.type in _OF_ONE:
             sources = op.inputs
-        elif op.type in _PAIRWISE:
+        elif op.type in _OF_TWO:
             sources = [
                 argument
                 for argument in op.inputs
                 if argument.shape.rank != 0
                 and not _is_repeated_in(argument, tensor)
             ]
+            if len({id(_argument_of_mean(t)) for t in sources}) == 1:
+                sources = [_argument_of_mean(sources[0])]
         else:
             return tensor
         if len(sources) != 1:
             return tensor
         (tensor,) = sources
+
+
+def _argument_of_mean(tensor: tf.Tensor) -> tf.Tensor:
+    """The argument whose axes a mean's are, but for those of one element."""
+    result = tensor
+    while result.op.type in _OF_ONE:
+        result = result.op.inputs[0]
+    op = result.op
+    if (
+        op.type != "Mean"
+        or not op.get_attr("keep_dims")
+        or tf.get_static_value(op.inputs[1]) is None
+    ):
+        return tensor
+    return op.inputs[0]
 
 
 @contextlib.contextmanager
