@@ -20,7 +20,6 @@ import tensorflow as tf
 from kmem import joining
 
 _REPEATS = frozenset({"BroadcastTo", "Tile"})
-_ADDITIONS = frozenset({"Add", "AddN", "AddV2"})
 # Of two arguments, element by element.
 _PAIRWISE = frozenset({"AddV2", "Mul", "RealDiv", "Sub"})
 # What keeps the shape of its argument, or of the larger of two.
@@ -129,7 +128,7 @@ def _is_by_itself(addition: tf.Operation) -> bool:
     sum of a sum of sums.
     """
     readers = addition.outputs[0].consumers()
-    if len(readers) == 1 and readers[0].type in _ADDITIONS:
+    if len(readers) == 1 and readers[0].type in joining.ADDITIONS:
         return False
     return all(map(_is_held_once, addition.inputs))
 

@@ -7,8 +7,8 @@ differ from plain training.
 
 import tensorflow as tf
 
-_ADDITIONS = frozenset({"Add", "AddN", "AddV2"})
-_ARITHMETIC = _ADDITIONS | {"Mul", "RealDiv", "Sub"}
+ADDITIONS = frozenset({"Add", "AddN", "AddV2"})
+_ARITHMETIC = ADDITIONS | {"Mul", "RealDiv", "Sub"}
 # Which argument is the gradient of what the convolution gives.
 _OF_CONVOLUTION = {"BiasAddGrad": 0, "Conv2DBackpropFilter": 2}
 # Of one argument, number by number.
@@ -100,7 +100,7 @@ def sum_of_three(addition: tf.Operation) -> tf.Operation | None:
     That adds into the memory of an addend that nothing else holds, and begins
     with that addend then.
     """
-    if addition.type not in _ADDITIONS:
+    if addition.type not in ADDITIONS:
         return None
     inner, last = [t.op for t in addition.inputs], addition
     while _is_addend(last):
@@ -111,10 +111,10 @@ def sum_of_three(addition: tf.Operation) -> tf.Operation | None:
 
 def _is_addend(op: tf.Operation) -> bool:
     """Whether it is a sum that only another sum reads."""
-    if op.type not in _ADDITIONS:
+    if op.type not in ADDITIONS:
         return False
     readers = op.outputs[0].consumers()
-    return len(readers) == 1 and readers[0].type in _ADDITIONS
+    return len(readers) == 1 and readers[0].type in ADDITIONS
 
 
 def are_joined(maker: tf.Operation, reader: tf.Operation) -> bool:
@@ -124,7 +124,7 @@ def are_joined(maker: tf.Operation, reader: tf.Operation) -> bool:
     """
     if maker.type == "BiasAdd":
         return reader.type in ("Elu", "Sigmoid", "Tanh")
-    if maker.type in _ADDITIONS and reader.type in _ADDITIONS:
+    if maker.type in ADDITIONS and reader.type in ADDITIONS:
         return True
     if maker.type in _FUNCTIONS and reader.type in _FUNCTIONS:
         return True
