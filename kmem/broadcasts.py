@@ -71,12 +71,13 @@ class _Renewal:
                 # Or constants would be multiplied before it, not behind it.
                 self._sources[result.ref()] = joining.lasting(copied)
             return
-        small = [
-            tensor.ref() in self._sources or tensor.shape.rank == 0
-            for tensor in op.inputs
-        ]
-        if all(tensor.ref() not in self._sources for tensor in op.inputs):
+        repeated = [tensor.ref() in self._sources for tensor in op.inputs]
+        if not any(repeated):
             return
+        small = [
+            is_repeated or tensor.shape.rank == 0
+            for is_repeated, tensor in zip(repeated, op.inputs, strict=True)
+        ]
         if op.type in _PAIRWISE and all(small):
             self._sources[op.outputs[0].ref()] = self._anew(op, list(op.inputs))
         elif op.type in _PAIRWISE and _have_one_shape(*op.inputs):

@@ -8,6 +8,7 @@ division is exact.
 import numpy as np
 import pytest
 import tensorflow as tf
+from graphs import ancestors
 from keras import layers
 from peaks import least_peak_bytes
 
@@ -78,23 +79,13 @@ def test_nothing_is_repeated_for_all_elements(name, rows):
         (result,) = step.get_concrete_function().outputs
         made = [
             op.outputs[0]
-            for op in needed(result.op)
+            for op in ancestors(result.op)
             if op.type in ("BroadcastTo", "Tile")
         ]
         return sum(t.shape.as_list() == spec.shape.as_list() for t in made)
 
     assert num_repeated(made_once=False) == 2
     assert num_repeated(made_once=True) == 0
-
-
-def needed(op):
-    found, waiting = set(), [op]
-    while waiting:
-        op = waiting.pop()
-        if op not in found:
-            found.add(op)
-            waiting += [t.op for t in op.inputs] + op.control_inputs
-    return found
 
 
 @pytest.mark.parametrize("rows", [60, None])

@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from graphs import ancestors
 
 from kmem import remat
 from kmem.ordering import hold_back
@@ -29,17 +30,6 @@ def chain_gradients(length):
 
     values = step(tf.ones((2, 3)))
     return traced, values
-
-
-def ancestors(*ops):
-    """All that the operations wait for."""
-    found, waiting = set(), list(ops)
-    while waiting:
-        op = waiting.pop()
-        new = {t.op for t in op.inputs} | set(op.control_inputs)
-        waiting += new - found
-        found |= new
-    return found
 
 
 def in_graph(function, *arguments):

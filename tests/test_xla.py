@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 import tensorflow as tf
+from graphs import ancestors
 
 from kmem import xla
 
@@ -197,7 +198,7 @@ def test_each_gradient_waits_for_the_one_before_it():
     graph = step.get_concrete_function(x).graph
     made = [tensor.op for tensor in graph.outputs]
     for later, earlier in zip(made, made[1:], strict=False):
-        assert _producer(earlier) in _ancestors(_producer(later))
+        assert _producer(earlier) in ancestors(_producer(later))
 
 
 def test_missing_and_sparse_gradients_are_taken_as_they_are():
@@ -221,13 +222,3 @@ def _producer(op):
     while op.type == "Identity":
         op = op.inputs[0].op
     return op
-
-
-def _ancestors(op):
-    found, waiting = set(), [op]
-    while waiting:
-        op = waiting.pop()
-        if op not in found:
-            found.add(op)
-            waiting += [tensor.op for tensor in op.inputs]
-    return found
