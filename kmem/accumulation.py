@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from kmem import capture
-from kmem import ordering
+from kmem import updates
 from kmem.loss_terms import SUM
 from kmem.microbatch import BatchGradient
 from kmem.parts import zeros
@@ -37,15 +37,23 @@ class Updater:
         steps: The number of batches in a group.
         strategy: The model's `tf.distribute` strategy.
         processes: Those that compute a batch together.
+        early: Whether to update a variable as soon as its gradient is there,
+            which is freed then, and not after all gradients.
     """
 
     def __init__(
-        self, optimizer, steps: int, strategy, processes: Alone | None = None
+        self,
+        optimizer,
+        steps: int,
+        strategy,
+        processes: Alone | None = None,
+        early: bool = False,
     ):
         self._optimizer = optimizer
         self._steps = steps
         self._strategy = strategy
         self._processes = processes or Alone()
+        self._early = early
         self._pending: Any = None  # `_Pending`, from the first batch on.
         self._flush = tf.function(
             lambda: strategy.run(self._apply_if_pending, args=(1,)),
@@ -95,11 +103,13 @@ class Updater:
         if self._strategy.num_replicas_in_sync == 1:
             (gradients,) = batch.gradients.values()
             variables, first = batch.variables, gradients
-            if self._processes.update_early:
+            if self._early:
+                # Before it sees them in another order.
+                build_optimizer(self._optimizer, variables)
                 # The last layer's first, as a backward pass makes them.
                 gradients, variables = gradients[::-1], variables[::-1]
                 first = [g for g in gradients if g is not None][:1]
-            with ordering.updates_in_turn(self._optimizer, first):
+            with updates.in_turn(self._optimizer, first):
                 self._optimizer.apply(gradients, variables)
             return
         sums = {g: _times_denominator(batch, g) for g in batch.gradients}

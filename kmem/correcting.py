@@ -99,11 +99,16 @@ class Corrector:
             return best
         tried: set[tuple] = set()
         for attempt in range(_MAX_REHEARSALS):
+            kept, broken = self._seen(target)
+            drawn = target - resident
+            if best is not None and broken is not None:
+                if broken - kept <= self._margin * budget:
+                    break
+                if not kept < drawn < broken:
+                    drawn = (kept + broken) // 2
             last = attempt == _MAX_REHEARSALS - 1
-            point = self._point(target - resident, smallest=last)
-            if point.segments in tried and best is not None:
-                break
-            if point.segments in tried:
+            point = self._point(drawn, smallest=last and best is None)
+            if point.segments in tried and best is None:
                 point = self._chooser.smallest
             if point.segments in tried:
                 break
@@ -115,13 +120,22 @@ class Corrector:
                     best = found
                 if not found.segments or -excess <= _SLACK * budget:
                     break
-            elif best is not None:
-                break
             # The more attempts have failed, the more is left free.
             resident = found.resident_bytes + attempt * max(excess, 0)
         if best is None:
             raise self._infeasible(budget, reserved)
         return best
+
+    def _seen(self, target: int) -> tuple[int, int | None]:
+        """The highest drawn peak of a plan that was seen to keep the target,
+        and the lowest above it of one that was not."""
+        kept, broken = 0, []
+        for point, extra in self._learned.rehearsed.items():
+            if point.peak_bytes + extra + self._in_use <= target:
+                kept = max(kept, point.peak_bytes)
+            else:
+                broken.append(point.peak_bytes)
+        return kept, min((b for b in broken if b > kept), default=None)
 
     def _point(self, budget_bytes: int, smallest: bool) -> Point:
         if not smallest:

@@ -5,11 +5,12 @@ of input gradients, while weight gradients stay pending, and with them the
 activations that they read; it recomputes a segment while the gradients of the
 one before it are still made; and what it does first changes from step to step,
 and the peak with it. Control dependencies make a backward pass a row of short
-stages: up to a weight gradient, then what else came with it. Each waits for
-the last but one before it, so that two run side by side: one at a time,
-processors would wait at the end of every stage. What it does not do: order a
-forward pass, or a recomputation within itself, where TensorFlow fuses
-operations that nothing has to wait for. XLA orders its operations itself.
+stages: up to a weight gradient, then what else came with it, one large array
+after another. A weight gradient and what does not lead to it run side by side:
+one at a time, processors would wait at the end of every stage. What it does
+not do: order a forward pass, or a recomputation within itself, where
+TensorFlow fuses operations that nothing has to wait for. XLA orders its
+operations itself.
 """
 
 import contextlib
@@ -20,8 +21,10 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from kmem import broadcasts
-from kmem import capture
 from kmem import joining
+
+# As many elements as it takes to keep all processors at one operation.
+_LARGE = 2**18
 
 # For each graph the names of what was traced within `unordered`.
 _unordered: weakref.WeakKeyDictionary[tf.Graph, set[str]] = (
@@ -71,7 +74,7 @@ def hold_back(gradients: list, differentiated: bool = False) -> None:
     first = next(i for i, op in enumerate(ops) if op in weight_gradients)
     start = joining.known_before(ops[first])
     # What to wait for: of the last two stages that made a weight gradient,
-    # and of the last two that made the rest.
+    # and of the last two parts of the rest.
     made, others = [start, start], [[], []]
     # The forward pass is no stage, but what came with the first one is.
     at_first = _ancestors([ops[first]])
@@ -88,43 +91,10 @@ def hold_back(gradients: list, differentiated: bool = False) -> None:
         if not held:
             continue
         if weight_gradients.isdisjoint(stage):
-            others = [others[1], _append(held, made[0] + others[1])]
+            for part in _parts(held):
+                others = [others[1], _append(part, made[0] + others[1])]
         else:
             made = [made[1], _append(held, made[1] + others[0])]
-
-
-@contextlib.contextmanager
-def updates_in_turn(optimizer, gradients: list) -> Iterator[None]:
-    """Within, an optimizer updates its variables one after another.
-
-    Else it would prepare all of its updates at once, and some of them, such
-    as those of momenta, before the backward pass.
-
-    Args:
-        optimizer: A `keras.optimizers.Optimizer`.
-        gradients: Tensors, `IndexedSlices` or `None`, to wait for.
-    """
-    if tf.executing_eagerly():
-        yield
-        return
-    graph = tf.compat.v1.get_default_graph()
-    before = [
-        op
-        for gradient in gradients
-        if gradient is not None
-        for op in joining.known_before(joining.maker(gradient))
-    ]
-    update = optimizer.update_step
-
-    def update_step(*args, **kwargs):
-        num_before = len(graph.get_operations())
-        with tf.control_dependencies(before):
-            update(*args, **kwargs)
-        new = graph.get_operations()[num_before:]
-        before[:] = [op for op in new if not op.outputs] or before
-
-    with capture.attribute(optimizer, "update_step", update_step):
-        yield
 
 
 def _stages(
@@ -145,6 +115,22 @@ def _stages(
             yield [other for other in group if other not in wanted]
             group = []
     yield group
+
+
+def _parts(stage: list[tf.Operation]) -> Iterator[list[tf.Operation]]:
+    """Splits operations where a large array is begun that others do not need.
+
+    A tape goes back through two branches of a model by turns, and both would
+    hold their arrays at the same time.
+    """
+    part: list[tf.Operation] = []
+    for op in stage:
+        is_apart = {t.op for t in op.inputs}.isdisjoint(part)
+        if part and is_apart and _is_large(op) and not _is_joined(op):
+            yield part
+            part = []
+        part.append(op)
+    yield part
 
 
 def _append(
@@ -222,6 +208,15 @@ def _ancestors(
             found.add(op)
             waiting += _sources(op)
     return found
+
+
+def _is_large(op: tf.Operation) -> bool:
+    """Whether it may make an array of a batch's size."""
+    shapes = [tensor.shape for tensor in op.outputs]
+    return any(
+        not shape.is_fully_defined() or shape.num_elements() >= _LARGE
+        for shape in shapes
+    )
 
 
 def _takes_memory(op: tf.Operation) -> bool:

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from kmem import batches
 from kmem import memory
+from kmem import updates
 from kmem import xla
 from kmem.accumulation import build_optimizer
 from kmem.capture import all_layers
@@ -173,12 +174,14 @@ def make_plan(
     part = _part(batch, options)
     # The same for all budgets.
     rest = dataclasses.replace(options, remat=None)
+    keeps_gradients = not updates.are_early(model, rest)
     with option_precision(model, options):
         recording = profiling.record_batch(model, part)
         key = (
             *(matching.structure(recording), batches.to_json(batch), rest),
             *(options.remat.solver, costs, profiling.mode(model), in_order),
             *(type(getattr(model, "optimizer", None)), group.size),
+            keeps_gradients,
         )
     if model.compiled:
         # Its variables are in memory in every step.
@@ -195,7 +198,10 @@ def make_plan(
         measured = costs == "measured"
         with option_precision(model, options):
             profile = profiling.measure(recording, measured, verbose, compiled)
-        network = _measured_by_first(group, profile.network)
+        network = dataclasses.replace(
+            _measured_by_first(group, profile.network),
+            keeps_gradients=keeps_gradients,
+        )
         learned = Learned(Chooser(network, options.remat.solver))
     _learned[key] = learned
     while len(_learned) > _MAX_LEARNED:

@@ -36,12 +36,9 @@ class Alone:
 
     Attributes:
         split_batches: Whether it computes part of a batch only.
-        update_early: Whether a variable is updated as soon as its gradient is
-            there, which is freed then, and not after all gradients.
     """
 
     split_batches = False
-    update_early = False
 
     def slice(self, data) -> Slice:
         """The part of a batch that is this process's."""

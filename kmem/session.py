@@ -19,6 +19,7 @@ from kmem import batches
 from kmem import capture
 from kmem import precision
 from kmem import requirements
+from kmem import updates
 from kmem.accumulation import Updater
 from kmem.accumulation import build_optimizer
 from kmem.dtr.blocks import Blocks
@@ -95,8 +96,12 @@ class Session:
                 model, optimizer, options.sharding, self._num_batches
             )
         processes = self._sharded.slices if self._sharded else Alone()
+        # Shards of all gradients would be a large part of what a step needs.
+        early = self._sharded is not None or (
+            self._plan is not None and updates.are_early(model, options)
+        )
         self._updater = Updater(
-            optimizer, self._num_batches, strategy, processes
+            optimizer, self._num_batches, strategy, processes, early
         )
         parts = options.microbatches
         self._gradient_step: Any = GradientStep(

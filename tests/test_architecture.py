@@ -39,6 +39,7 @@ LAYERS = (
         "processes",
         "microbatch",
         "accumulation",
+        "updates",
         "precision",
         "remat",
         "planning",

@@ -8,8 +8,8 @@ import tensorflow as tf
 from graphs import ancestors
 
 from kmem import remat
+from kmem import updates
 from kmem.ordering import hold_back
-from kmem.ordering import updates_in_turn
 
 
 def chain_gradients(length):
@@ -87,6 +87,32 @@ def test_what_came_with_a_gradient_is_there_before_the_chain_goes_on():
     assert set(halves) <= ancestors(first.op)
 
 
+@pytest.mark.parametrize("rows", [4096, None])
+def test_branches_do_not_hold_large_arrays_side_by_side(rows):
+    """Layer by layer, as a functional model runs its branches."""
+
+    def trace(x, *kernels):
+        with tf.GradientTape() as tape:
+            tape.watch(kernels)
+            branches = [x @ kernel for kernel in kernels]
+            for function in (tf.cos, tf.sin, tf.tan):
+                branches = [function(branch) for branch in branches]
+            loss = tf.reduce_sum(tf.exp(tf.add_n(branches)))
+        gradients = tape.gradient(loss, kernels)
+        hold_back(gradients)
+        return gradients
+
+    gradients = in_graph(trace, (rows, 64), *[(64, 64)] * 4)
+
+    # The branch whose gradient comes first does not wait for anything.
+    before = [ancestors(gradient.op) for gradient in gradients]
+    needed = set().union(*before) - min(before, key=len)
+    products = [op for op in needed if op.type == "Mul"]
+    assert len(products) > 6
+    for one, other in itertools.combinations(products, 2):
+        assert one in ancestors(other) or other in ancestors(one)
+
+
 def test_a_recomputation_starts_when_all_before_it_is_done():
     def trace(x, *kernels):
         part = remat.recompute(lambda x, kernel: tf.tanh(x @ kernel))
@@ -157,7 +183,7 @@ def test_an_optimizer_updates_one_variable_after_another():
 
     def trace(*gradients):
         gradients = [tf.exp(gradient) for gradient in gradients]
-        with updates_in_turn(optimizer, gradients):
+        with updates.in_turn(optimizer, gradients):
             optimizer.apply(gradients, kernels)
         return [gradient.op for gradient in gradients]
 

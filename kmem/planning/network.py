@@ -34,8 +34,7 @@ class Stage:
         passed: Those of them whose gradient is that of the only output, in
             the same memory, as an addition's inputs'.
         residual_bytes: What the backward pass reads besides `kept`.
-        gradient_bytes: The gradients of its parameters, which stay until the
-            step ends.
+        gradient_bytes: The gradients of its parameters.
         forward_seconds: The time of the forward pass.
         backward_seconds: The time of the backward pass.
         forward_workspace_bytes: What it needs besides, while it runs.
@@ -85,6 +84,8 @@ class Network:
             anywhere.
         shared: For each parameter that several stages use, these stages.
         resident_bytes: Parameters, optimizer, and what else stays.
+        keeps_gradients: Whether the parameters' gradients stay until the step
+            ends; else each is used up by an update at once.
     """
 
     stages: tuple[Stage, ...]
@@ -93,6 +94,7 @@ class Network:
     lines: tuple[tuple[int, ...], ...] = ()
     shared: tuple[tuple[int, ...], ...] = ()
     resident_bytes: int = 0
+    keeps_gradients: bool = True
 
     def allows(self, start: int, stop: int) -> bool:
         """Whether stages `start` to `stop - 1` may be a segment."""
@@ -198,7 +200,8 @@ class Network:
                     given.append(outputs[-1])
             if stage.gradient_bytes:
                 outputs.append(new(stage.gradient_bytes))
-                results.add(outputs[-1])
+                if self.keeps_gradients:
+                    results.add(outputs[-1])
             backward.append(
                 Operation(
                     name=f"{stage.name}, backward",

@@ -21,7 +21,7 @@ from kmem.planning.simulate import simulate
 from kmem.units import format_size
 
 _FORMAT = "kmem plan"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +228,7 @@ class Plan:
             inputs=frozenset(drawn["inputs"]),
             lines=tuple(map(tuple, drawn["lines"])),
             resident_bytes=drawn["resident_bytes"],
+            keeps_gradients=drawn["keeps_gradients"],
         )
         plan = cls(
             network=network,

@@ -43,8 +43,6 @@ class Slices(Alone):
     """
 
     split_batches = True
-    # Shards of all gradients would be a large part of what a step needs.
-    update_early = True
 
     def __init__(self, engine: Engine, later: bool = False):
         self._engine = engine

@@ -1,0 +1,82 @@
+"""When variables are updated: in turn, and early where that can be.
+
+An update needs workspace, and uses a gradient up. If each variable is updated
+as soon as its gradient is there, the gradients of all variables are never in
+memory together. What this does not do: change what an update computes, so
+that an optimizer that looks at all gradients first, to clip them by their
+common norm or to scale a loss, updates at the end of a step.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from kmem import capture
+from kmem import joining
+from kmem.options import MemoryOptions
+
+
+def are_early(model: keras.Model, options: MemoryOptions) -> bool:
+    """Whether a planned step updates each variable when its gradient is there.
+
+    Args:
+        model: The model.
+        options: The options, other than `remat`.
+    """
+    optimizer = model.optimizer if model.compiled else None
+    precision = options.mixed_precision
+    return (
+        optimizer is not None
+        and _updates_one_by_one(optimizer)
+        and capture.has_default_step(model)
+        and not (model.run_eagerly or model.jit_compile)
+        and model.distribute_strategy.num_replicas_in_sync == 1
+        and options.microbatches is None
+        and options.gradient_accumulation_steps is None
+        and options.sharding is None
+        and not (precision is not None and precision.dtype == "float16")
+    )
+
+
+def _updates_one_by_one(optimizer) -> bool:
+    return not (
+        isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        or optimizer.global_clipnorm
+        or optimizer.gradient_accumulation_steps
+    )
+
+
+@contextlib.contextmanager
+def in_turn(optimizer, gradients: list) -> Iterator[None]:
+    """Within, an optimizer updates its variables one after another.
+
+    Else it would prepare all of its updates at once, and some of them, such
+    as those of momenta, before the backward pass.
+
+    Args:
+        optimizer: A `keras.optimizers.Optimizer`.
+        gradients: Tensors, `IndexedSlices` or `None`, to wait for.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    before = [
+        op
+        for gradient in gradients
+        if gradient is not None
+        for op in joining.known_before(joining.maker(gradient))
+    ]
+    update = optimizer.update_step
+
+    def update_step(*args, **kwargs):
+        num_before = len(graph.get_operations())
+        with tf.control_dependencies(before):
+            update(*args, **kwargs)
+        new = graph.get_operations()[num_before:]
+        before[:] = [op for op in new if not op.outputs] or before
+
+    with capture.attribute(optimizer, "update_step", update_step):
+        yield

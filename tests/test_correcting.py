@@ -1,0 +1,81 @@
+"""Plans keep their budget where steps need other than what is drawn."""
+
+import pytest
+import tensorflow as tf
+from planning_cases import chain
+
+from kmem.correcting import Corrector
+from kmem.correcting import Learned
+from kmem.planning.choosing import Chooser
+from kmem.planning.errors import InfeasibleBudget
+
+LENGTH, BUDGET, IN_USE = 40, 24_000, 500
+SIZES = [1000] * (LENGTH + 1)
+NETWORK = chain(SIZES, SIZES[1:], [1.0] * LENGTH)
+
+
+def corrector(needs):
+    """One whose steps need what a function of their drawn peak says."""
+    rehearsed = []
+
+    def rehearse(plan):
+        rehearsed.append(plan)
+        return needs(plan.predicted_peak_bytes - plan.resident_bytes)
+
+    chooser = Chooser(NETWORK)
+    spec = tf.TensorSpec((4, 3))
+    made = Corrector(Learned(chooser), spec, "graph", IN_USE, rehearse)
+    return made, rehearsed
+
+
+def quickest(needs):
+    """The least time of the plans that keep the budget."""
+    points = Chooser(NETWORK)._chain.frontier(200)
+    return min(p.seconds for p in points if needs(p.peak_bytes) <= BUDGET)
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        lambda drawn: drawn + IN_USE,
+        lambda drawn: drawn + IN_USE + 4000,
+        lambda drawn: 1.25 * drawn + IN_USE,
+        # Much more, from some plan on.
+        lambda drawn: drawn + (6000 if drawn > 17_000 else IN_USE),
+        lambda drawn: drawn + (9000 if drawn > 20_000 else IN_USE),
+        lambda drawn: None if drawn > 19_000 else drawn + IN_USE,
+    ],
+    ids=["as drawn", "more", "a share", "jump", "high jump", "out of memory"],
+)
+def test_a_plan_uses_what_its_budget_allows(needs):
+    made, rehearsed = corrector(needs)
+
+    plan = made.plan(BUDGET, 0)
+
+    drawn = plan.predicted_peak_bytes - plan.resident_bytes
+    assert plan.predicted_peak_bytes == needs(drawn) <= BUDGET
+    seconds = plan.predicted_seconds
+    assert seconds <= 1.05 * quickest(lambda d: needs(d) or BUDGET + 1)
+    assert len(rehearsed) <= 6
+
+
+def test_what_was_seen_to_keep_a_budget_is_not_rehearsed_again():
+    made, rehearsed = corrector(lambda drawn: drawn + IN_USE)
+    first = made.plan(BUDGET, 0)
+    count = len(rehearsed)
+
+    second = made.plan(BUDGET + 100, 100)
+
+    assert second.segments == first.segments
+    assert len(rehearsed) == count
+
+
+def test_an_error_names_the_least_that_was_seen():
+    made, _ = corrector(lambda drawn: drawn + BUDGET)
+
+    with pytest.raises(InfeasibleBudget) as error:
+        made.plan(BUDGET, 0)
+
+    smallest = Chooser(NETWORK).smallest.peak_bytes
+    assert smallest + BUDGET <= error.value.smallest_bytes
+    assert error.value.smallest_bytes <= 1.03 * (smallest + BUDGET)
