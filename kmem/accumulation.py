@@ -25,7 +25,7 @@ _UNKNOWN: Any = tf.TensorShape(None)  # type: ignore[arg-type]
 def build_optimizer(optimizer, variables: list) -> None:
     """Makes an optimizer's variables, as its first update would."""
     if not optimizer.built:
-        with keras.name_scope(optimizer.name):
+        with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
 
 
@@ -109,7 +109,8 @@ class Updater:
                 # The last layer's first, as a backward pass makes them.
                 gradients, variables = gradients[::-1], variables[::-1]
                 first = [g for g in gradients if g is not None][:1]
-            with updates.in_turn(self._optimizer, first):
+            order = batch.order if self._early else None
+            with updates.in_turn(self._optimizer, first, order):
                 self._optimizer.apply(gradients, variables)
             return
         sums = {g: _times_denominator(batch, g) for g in batch.gradients}

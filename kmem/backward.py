@@ -10,16 +10,21 @@ from kmem import xla
 from kmem.remat import dependencies
 
 
-def hold_back(gradients: list, differentiated: bool = False) -> None:
+def hold_back(
+    gradients: list, differentiated: bool = False
+) -> ordering.Order | None:
     """Keeps a backward pass from running ahead; nothing in eager mode.
 
     Args:
         gradients: Tensors, `IndexedSlices` or `None`, of one graph.
         differentiated: Whether somebody is going to differentiate them.
+
+    Returns:
+        The order in which a graph's executor runs it.
     """
     if tf.executing_eagerly():
-        return
+        return None
     if dependencies.in_xla():
         xla.hold_back(gradients)
-    else:
-        ordering.hold_back(gradients, differentiated)
+        return None
+    return ordering.hold_back(gradients, differentiated)

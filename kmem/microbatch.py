@@ -18,6 +18,7 @@ from kmem.loss_terms import ROWS
 from kmem.loss_terms import SUM
 from kmem.loss_terms import LossTerms
 from kmem.loss_terms import recording
+from kmem.ordering import Order
 from kmem.parts import Parts
 from kmem.processes import Alone
 from kmem.processes import Slice
@@ -34,12 +35,14 @@ class BatchGradient:
         denominators: `{group: float64 scalar}`, what each was divided by.
         variables: The variables they belong to.
         logs: What the step returned, of the whole batch.
+        order: That of the backward pass, if it was put in one.
     """
 
     gradients: dict[str, list]
     denominators: dict[str, tf.Tensor]
     variables: list
     logs: Any
+    order: Order | None = None
 
 
 class GradientStep:
@@ -102,6 +105,7 @@ class GradientStep:
             denominators={group: totals[group] for group in by_group},
             variables=part.variables,
             logs=logs,
+            order=part.order,
         )
 
     def _sum_tensors(
@@ -140,10 +144,12 @@ class GradientStep:
             self._processes.weighing(share, update),
         ):
             logs = self._train_step(data)
+        order = None
         if self._ordered:
-            backward.hold_back(update.gradients or [])
+            order = backward.hold_back(update.gradients or [])
         updates = [update, *updates]
-        return _Part(updates, logs, results, share, split, self._processes)
+        processes = self._processes
+        return _Part(updates, logs, results, share, split, processes, order)
 
     def _count_denominators(
         self, parts: Parts, batch: Slice
@@ -263,8 +269,16 @@ class _Part:
     """What came of one part: tensors that add up over the parts."""
 
     def __init__(
-        self, updates, logs, results, share, split: bool, processes: Alone
+        self,
+        updates,
+        logs,
+        results,
+        share,
+        split: bool,
+        processes: Alone,
+        order: Order | None,
     ):
+        self.order = order
         self.sums_rows = updates[0].sums_rows
         self.variables = updates[0].variables
         self._logs = logs

@@ -50,7 +50,7 @@ def is_unordered(op: tf.Operation) -> bool:
     return op.name in _unordered.get(op.graph, ())
 
 
-def hold_back(gradients: list, differentiated: bool = False) -> None:
+def hold_back(gradients: list, differentiated: bool = False) -> "Order | None":
     """Orders a backward pass that was just traced.
 
     No operation waits for one that needs it, so that there is no cycle, and
@@ -60,17 +60,21 @@ def hold_back(gradients: list, differentiated: bool = False) -> None:
     Args:
         gradients: Tensors, `IndexedSlices` or `None`, of one graph.
         differentiated: Whether somebody is going to differentiate them.
+
+    Returns:
+        The order, if there is one.
     """
     weight_gradients = {joining.maker(g) for g in gradients if g is not None}
     if not weight_gradients:
-        return
+        return None
     ops = _needed(weight_gradients)
     if not differentiated:
         broadcasts.once(op for op in ops if op not in weight_gradients)
         ops = _needed(weight_gradients)
     # These run in the order of their trace, and so does what leads to them.
     if any(op.type.startswith("Collective") for op in ops):
-        return
+        return None
+    order = Order(ops)
     first = next(i for i, op in enumerate(ops) if op in weight_gradients)
     start = joining.known_before(ops[first])
     # What to wait for: of the last two stages that made a weight gradient,
@@ -90,11 +94,91 @@ def hold_back(gradients: list, differentiated: bool = False) -> None:
         ]
         if not held:
             continue
+        order.begin(stage)
         if weight_gradients.isdisjoint(stage):
             for part in _parts(held):
-                others = [others[1], _append(part, made[0] + others[1])]
+                others = [others[1], order.append(part, made[0] + others[1])]
         else:
-            made = [made[1], _append(held, made[1] + others[0])]
+            made = [made[1], order.append(held, made[1] + others[0])]
+    return order
+
+
+class Order:
+    """The stages of a backward pass, in the order in which they run.
+
+    Args:
+        ops: All operations of the pass, and those before it.
+    """
+
+    def __init__(self, ops: list[tf.Operation]):
+        self._stages = dict.fromkeys(ops, 0)
+        # By stage, those of its operations that may be made to wait.
+        self._waiting: list[list[tf.Operation]] = [[]]
+
+    def begin(self, stage: list[tf.Operation]) -> None:
+        """Begins a stage."""
+        self._stages.update(dict.fromkeys(stage, len(self._waiting)))
+        self._waiting.append([])
+
+    def append(
+        self, part: list[tf.Operation], before: list[tf.Operation]
+    ) -> list[tf.Operation]:
+        """Makes a part of the last stage wait for operations.
+
+        Returns:
+            What to wait for then.
+        """
+        members, last = set(part), dict.fromkeys(part)
+        for op in part:
+            sources = [tensor.op for tensor in op.inputs]
+            if members.isdisjoint(sources) and not _is_joined(op):
+                self._waiting[-1].append(op)
+                _wait(op, before)
+            for source in sources:
+                last.pop(source, None)
+        return [op for op in last if not _is_joined_with_reader(op)] or before
+
+    def finish(self, ops: list[tf.Operation]) -> None:
+        """Makes the pass wait for operations that use up what it made.
+
+        It goes on beside them for one stage at the most.
+
+        Args:
+            ops: What was traced after it: they wait for nothing that is not
+                there. Those without results are waited for.
+        """
+        ends = [op for op in ops if not op.outputs]
+        before = [source for op in ops for source in _sources(op)]
+        # Whoever reads a variable does so before it is assigned.
+        for op in ends:
+            for tensor in op.inputs:
+                if tensor.dtype == tf.resource:
+                    before += tensor.consumers()
+        # Not one that waits for these already.
+        last = max(self._last_stage(op) for op in before)
+        self._stages.update(dict.fromkeys(ends, last))
+        for op in next(filter(None, self._waiting[last + 2 :]), []):
+            _wait(op, ends)
+
+    def _last_stage(self, op: tf.Operation) -> int:
+        """The last of the stages that an operation waits for."""
+        waiting = [op]
+        while waiting:
+            sources = _sources(waiting[-1])
+            missing = [s for s in sources if s not in self._stages]
+            waiting += missing
+            if not missing:
+                known = [self._stages[source] for source in sources]
+                self._stages.setdefault(waiting.pop(), max(known, default=0))
+        return self._stages[op]
+
+
+def _wait(op: tf.Operation, before: list[tf.Operation]) -> None:
+    for each in before:
+        # Private in TensorFlow: dependencies are public only for operations
+        # to come, and a user's own tape makes these.
+        # tests/test_ordering.py fails if it moves.
+        op._add_control_input(each)
 
 
 def _stages(
@@ -131,24 +215,6 @@ def _parts(stage: list[tf.Operation]) -> Iterator[list[tf.Operation]]:
             part = []
         part.append(op)
     yield part
-
-
-def _append(
-    stage: list[tf.Operation], before: list[tf.Operation]
-) -> list[tf.Operation]:
-    """Makes a stage wait for operations; returns what to wait for then."""
-    members, last = set(stage), dict.fromkeys(stage)
-    for op in stage:
-        sources = [tensor.op for tensor in op.inputs]
-        if members.isdisjoint(sources) and not _is_joined(op):
-            for each in before:
-                # Private in TensorFlow: dependencies are public only for
-                # operations to come, and a user's own tape makes these.
-                # tests/test_ordering.py fails if it moves.
-                op._add_control_input(each)
-        for source in sources:
-            last.pop(source, None)
-    return [op for op in last if not _is_joined_with_reader(op)] or before
 
 
 def _is_joined_with_reader(op: tf.Operation) -> bool:

@@ -13,9 +13,15 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from kmem import batches
 from kmem import capture
 from kmem import joining
 from kmem.options import MemoryOptions
+from kmem.ordering import Order
+
+# How many arrays of a variable's size an update takes at most: its gradient,
+# and what Adam computes from it.
+_NUM_ARRAYS = 4
 
 
 def are_early(model: keras.Model, options: MemoryOptions) -> bool:
@@ -30,6 +36,7 @@ def are_early(model: keras.Model, options: MemoryOptions) -> bool:
     return (
         optimizer is not None
         and _updates_one_by_one(optimizer)
+        and _are_small(model.trainable_variables)
         and capture.has_default_step(model)
         and not (model.run_eagerly or model.jit_compile)
         and model.distribute_strategy.num_replicas_in_sync == 1
@@ -48,8 +55,19 @@ def _updates_one_by_one(optimizer) -> bool:
     )
 
 
+def _are_small(variables: list) -> bool:
+    """Whether no update takes more than the gradients of all variables.
+
+    When the backward pass begins, all activations are still there.
+    """
+    sizes = [batches.num_bytes(v.value) for v in variables]
+    return _NUM_ARRAYS * max(sizes, default=0) <= sum(sizes)
+
+
 @contextlib.contextmanager
-def in_turn(optimizer, gradients: list) -> Iterator[None]:
+def in_turn(
+    optimizer, gradients: list, order: Order | None = None
+) -> Iterator[None]:
     """Within, an optimizer updates its variables one after another.
 
     Else it would prepare all of its updates at once, and some of them, such
@@ -58,6 +76,7 @@ def in_turn(optimizer, gradients: list) -> Iterator[None]:
     Args:
         optimizer: A `keras.optimizers.Optimizer`.
         gradients: Tensors, `IndexedSlices` or `None`, to wait for.
+        order: That of a backward pass that waits for updates.
     """
     if tf.executing_eagerly():
         yield
@@ -77,6 +96,8 @@ def in_turn(optimizer, gradients: list) -> Iterator[None]:
             update(*args, **kwargs)
         new = graph.get_operations()[num_before:]
         before[:] = [op for op in new if not op.outputs] or before
+        if order is not None:
+            order.finish(new)
 
     with capture.attribute(optimizer, "update_step", update_step):
         yield

@@ -1,0 +1,111 @@
+"""A planned step updates each variable when its gradient is there."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from peaks import least_peak_bytes
+
+import kmem
+
+pytestmark = pytest.mark.usefixtures("native_library")
+
+WIDTH, DEPTH, ROWS = 300, 16, 32
+
+
+def stack(**optimizer_arguments):
+    keras.utils.set_random_seed(0)
+    block = [layers.Dense(WIDTH, "relu", name=f"{i}") for i in range(DEPTH)]
+    # Twice in a step: its gradient is a sum.
+    shared = layers.Dense(WIDTH, "tanh", name="shared")
+    last = layers.Dense(1, name="last")
+    model = keras.Sequential(
+        [keras.Input((WIDTH,)), shared, *block, shared, last], name="stack"
+    )
+    optimizer = keras.optimizers.Adam(name="adam", **optimizer_arguments)
+    model.compile(optimizer, "mse")
+    return model
+
+
+def batch():
+    random = np.random.default_rng(0)
+    x = random.normal(size=(ROWS, WIDTH)).astype("float32")
+    return x, x[:, :1]
+
+
+def planned(model, plan):
+    """A function that takes a step by a plan."""
+    model = kmem.wrap(model)
+    model.memory_options = kmem.MemoryOptions(remat=plan)
+    data = tuple(map(tf.constant, batch()))
+    return lambda: model.train_on_batch(*data)
+
+
+def parameter_bytes(model):
+    return 4 * model.count_params()
+
+
+def test_gradients_of_all_variables_are_never_together():
+    def measured(**optimizer_arguments):
+        model = stack(**optimizer_arguments)
+        plan = kmem.plan(model, batch(), budget="1GB")
+        assert not plan.segments
+        drawn = max(plan.simulation.step_bytes)
+        return drawn, least_peak_bytes(planned(model, plan))
+
+    drawn, peak = measured()
+    # All gradients have to be there before one of them is clipped.
+    drawn_with_all, peak_with_all = measured(global_clipnorm=1e9)
+
+    num_bytes = parameter_bytes(stack())
+    assert drawn < drawn_with_all - 0.7 * num_bytes
+    assert peak < peak_with_all - 0.3 * num_bytes
+
+
+@pytest.mark.parametrize(
+    "optimizer_arguments",
+    [
+        {},
+        {"clipnorm": 0.01},
+        {"global_clipnorm": 0.01},
+        {"weight_decay": 0.1, "use_ema": True, "ema_overwrite_frequency": 2},
+        {"gradient_accumulation_steps": 2},
+    ],
+    ids=lambda arguments: next(iter(arguments), "plain"),
+)
+def test_the_numbers_are_those_of_updates_at_the_end(optimizer_arguments):
+    def state(model):
+        variables = [*model.variables, *model.optimizer.variables]
+        return {v.path: v.numpy() for v in variables}
+
+    plain, model = (stack(**optimizer_arguments) for _ in range(2))
+    # Made for another model, so that the first step builds the optimizer.
+    plan = kmem.plan(stack(**optimizer_arguments), batch(), costs="flops")
+    step = planned(model, plan)
+
+    for _ in range(3):
+        plain.train_on_batch(*batch())
+        step()
+
+    want, got = state(plain), state(model)
+    # The order as well, which files go by.
+    assert list(got) == list(want)
+    for path, array in want.items():
+        np.testing.assert_array_equal(got[path], array, err_msg=path)
+
+
+def test_a_large_variable_is_updated_when_activations_are_gone():
+    """Its update takes more memory than all gradients together."""
+    inputs = keras.Input((WIDTH,))
+    x = layers.Dense(WIDTH)(layers.Dense(WIDTH)(inputs))
+    model = keras.Model(inputs, layers.Dense(20 * WIDTH)(x))
+    model.compile("adam", "mse")
+    x = batch()[0]
+
+    plan = kmem.plan(model, (x, np.tile(x, 20)), costs="flops")
+
+    assert plan.network.keeps_gradients
+    assert not kmem.plan(
+        stack(), batch(), costs="flops"
+    ).network.keeps_gradients
