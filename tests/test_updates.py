@@ -11,12 +11,12 @@ import kmem
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
-WIDTH, DEPTH, ROWS = 300, 16, 32
+WIDTH, ROWS = 300, 32
 
 
-def stack(**optimizer_arguments):
+def stack(depth=4, **optimizer_arguments):
     keras.utils.set_random_seed(0)
-    block = [layers.Dense(WIDTH, "relu", name=f"{i}") for i in range(DEPTH)]
+    block = [layers.Dense(WIDTH, "relu", name=f"{i}") for i in range(depth)]
     # Twice in a step: its gradient is a sum.
     shared = layers.Dense(WIDTH, "tanh", name="shared")
     last = layers.Dense(1, name="last")
@@ -42,14 +42,10 @@ def planned(model, plan):
     return lambda: model.train_on_batch(*data)
 
 
-def parameter_bytes(model):
-    return 4 * model.count_params()
-
-
 def test_gradients_of_all_variables_are_never_together():
     def measured(**optimizer_arguments):
-        model = stack(**optimizer_arguments)
-        plan = kmem.plan(model, batch(), budget="1GB")
+        model = stack(depth=16, **optimizer_arguments)
+        plan = kmem.plan(model, batch(), budget="1GB", costs="flops")
         assert not plan.segments
         drawn = max(plan.simulation.step_bytes)
         return drawn, least_peak_bytes(planned(model, plan))
@@ -58,19 +54,20 @@ def test_gradients_of_all_variables_are_never_together():
     # All gradients have to be there before one of them is clipped.
     drawn_with_all, peak_with_all = measured(global_clipnorm=1e9)
 
-    num_bytes = parameter_bytes(stack())
+    num_bytes = 4 * stack(depth=16).count_params()
     assert drawn < drawn_with_all - 0.7 * num_bytes
-    assert peak < peak_with_all - 0.3 * num_bytes
+    assert peak < peak_with_all - 0.2 * num_bytes
 
 
 @pytest.mark.parametrize(
     "optimizer_arguments",
     [
         {},
-        {"clipnorm": 0.01},
-        {"global_clipnorm": 0.01},
-        {"weight_decay": 0.1, "use_ema": True, "ema_overwrite_frequency": 2},
-        {"gradient_accumulation_steps": 2},
+        {"clipnorm": 0.01, "weight_decay": 0.1, "use_ema": True},
+        pytest.param({"global_clipnorm": 0.01}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"gradient_accumulation_steps": 2}, marks=pytest.mark.exhaustive
+        ),
     ],
     ids=lambda arguments: next(iter(arguments), "plain"),
 )
@@ -106,6 +103,5 @@ def test_a_large_variable_is_updated_when_activations_are_gone():
     plan = kmem.plan(model, (x, np.tile(x, 20)), costs="flops")
 
     assert plan.network.keeps_gradients
-    assert not kmem.plan(
-        stack(), batch(), costs="flops"
-    ).network.keeps_gradients
+    other = kmem.plan(stack(), batch(), costs="flops")
+    assert not other.network.keeps_gradients
