@@ -105,7 +105,8 @@ class GradientStep:
             denominators={group: totals[group] for group in by_group},
             variables=part.variables,
             logs=logs,
-            order=part.order,
+            # Several are computed in a loop, which is a graph of its own.
+            order=part.order if self._num_parts == 1 else None,
         )
 
     def _sum_tensors(
