@@ -84,6 +84,7 @@ def hold_back(gradients: list, differentiated: bool = False) -> "Order | None":
     at_first = _ancestors([ops[first]])
     rest = [op for op in ops[:first] if op not in at_first]
     for stage in [rest, *_stages(ops[first + 1 :], weight_gradients)]:
+        order.begin(stage)
         held = [
             op
             for op in stage
@@ -94,7 +95,6 @@ def hold_back(gradients: list, differentiated: bool = False) -> "Order | None":
         ]
         if not held:
             continue
-        order.begin(stage)
         if weight_gradients.isdisjoint(stage):
             for part in _parts(held):
                 others = [others[1], order.append(part, made[0] + others[1])]
@@ -155,7 +155,7 @@ class Order:
                 if tensor.dtype == tf.resource:
                     before += tensor.consumers()
         # Not one that waits for these already.
-        last = max(self._last_stage(op) for op in before)
+        last = max(map(self._last_stage, before), default=0)
         self._stages.update(dict.fromkeys(ends, last))
         for op in next(filter(None, self._waiting[last + 2 :]), []):
             _wait(op, ends)
