@@ -181,6 +181,14 @@ def test_a_plan_file_that_is_damaged_is_refused_by_fit(tmp_path):
         train(stack(), remat=str(path))
 
 
+def test_a_layer_that_does_not_fit_by_itself_is_named():
+    model, x = stack(), batch()
+    kmem.memory.limit(kmem.memory.current("CPU") + 500_000, "CPU")
+
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="by itself"):
+        kmem.plan(model, x, budget="1GB")
+
+
 class Counting(layers.Layer):
     """Counts its runs in a variable that is not Keras's."""
 

@@ -166,11 +166,24 @@ def measure(
         else:
             key = signature(call)
             if key not in known:
-                known[key] = call_costs.cost_of(call, measured, compiled)
+                known[key] = _cost_of(call, measured, compiled)
             found.append(known[key])
         if verbose:
             progress.add(1)
     return _assemble(recording, found)
+
+
+def _cost_of(call: Call, measured: bool, compiled: bool) -> Cost:
+    try:
+        return call_costs.cost_of(call, measured, compiled)
+    except tf.errors.ResourceExhaustedError as error:
+        raise tf.errors.ResourceExhaustedError(
+            None,
+            None,
+            f"{call.name} does not fit in the device by itself, with its "
+            "gradient, so that it cannot be measured: make the batch smaller, "
+            f"or compute it in parts (`microbatches`). {error.message}",
+        ) from None
 
 
 def _assemble(recording: Recording, costs: list[Cost]) -> Profile:
