@@ -102,14 +102,14 @@ class Updater:
     def _apply_batch(self, batch: BatchGradient) -> None:
         if self._strategy.num_replicas_in_sync == 1:
             (gradients,) = batch.gradients.values()
-            variables, first = batch.variables, gradients
+            variables, first, order = batch.variables, gradients, None
             if self._early:
+                order = batch.order
                 # Before it sees them in another order.
                 build_optimizer(self._optimizer, variables)
                 # The last layer's first, as a backward pass makes them.
                 gradients, variables = gradients[::-1], variables[::-1]
                 first = [g for g in gradients if g is not None][:1]
-            order = batch.order if self._early else None
             with updates.in_turn(self._optimizer, first, order):
                 self._optimizer.apply(gradients, variables)
             return

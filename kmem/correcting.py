@@ -129,13 +129,18 @@ class Corrector:
     def _seen(self, target: int) -> tuple[int, int | None]:
         """The highest drawn peak of a plan that was seen to keep the target,
         and the lowest above it of one that was not."""
-        kept, broken = 0, []
-        for point, extra in self._learned.rehearsed.items():
-            if point.peak_bytes + extra + self._in_use <= target:
-                kept = max(kept, point.peak_bytes)
-            else:
-                broken.append(point.peak_bytes)
-        return kept, min((b for b in broken if b > kept), default=None)
+        fit = self._rehearsed_within(target)
+        kept = max((point.peak_bytes for point in fit), default=0)
+        others = (p.peak_bytes for p in self._learned.rehearsed if p not in fit)
+        return kept, min((peak for peak in others if peak > kept), default=None)
+
+    def _rehearsed_within(self, target: int) -> list[Point]:
+        """The plans that were seen to keep a target, with what is in use."""
+        return [
+            point
+            for point, extra in self._learned.rehearsed.items()
+            if point.peak_bytes + extra + self._in_use <= target
+        ]
 
     def _point(self, budget_bytes: int, smallest: bool) -> Point:
         if not smallest:
@@ -148,11 +153,7 @@ class Corrector:
 
     def _known_within(self, target: int, budget: int) -> Plan | None:
         """The fastest of the plans that were rehearsed before."""
-        fit = [
-            point
-            for point, extra in self._learned.rehearsed.items()
-            if point.peak_bytes + extra + self._in_use <= target
-        ]
+        fit = self._rehearsed_within(target)
         if not fit:
             return None
         point = min(fit, key=lambda point: point.seconds)

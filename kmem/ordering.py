@@ -15,6 +15,7 @@ operations itself.
 
 import contextlib
 import weakref
+from collections.abc import Container
 from collections.abc import Iterable
 from collections.abc import Iterator
 
@@ -111,6 +112,7 @@ class Order:
     """
 
     def __init__(self, ops: list[tf.Operation]):
+        # Of each operation the last stage that it waits for, or is in.
         self._stages = dict.fromkeys(ops, 0)
         # By stage, those of its operations that may be made to wait.
         self._waiting: list[list[tf.Operation]] = [[]]
@@ -155,22 +157,13 @@ class Order:
                 if tensor.dtype == tf.resource:
                     before += tensor.consumers()
         # Not one that waits for these already.
-        last = max(map(self._last_stage, before), default=0)
+        for op in _sorted(before, self._stages):
+            known = [self._stages[source] for source in _sources(op)]
+            self._stages[op] = max(known, default=0)
+        last = max((self._stages[op] for op in before), default=0)
         self._stages.update(dict.fromkeys(ends, last))
         for op in next(filter(None, self._waiting[last + 2 :]), []):
             _wait(op, ends)
-
-    def _last_stage(self, op: tf.Operation) -> int:
-        """The last of the stages that an operation waits for."""
-        waiting = [op]
-        while waiting:
-            sources = _sources(waiting[-1])
-            missing = [s for s in sources if s not in self._stages]
-            waiting += missing
-            if not missing:
-                known = [self._stages[source] for source in sources]
-                self._stages.setdefault(waiting.pop(), max(known, default=0))
-        return self._stages[op]
 
 
 def _wait(op: tf.Operation, before: list[tf.Operation]) -> None:
@@ -240,18 +233,23 @@ def _needed(ops: set[tf.Operation]) -> list[tf.Operation]:
     return _sorted([op for op in graph.get_operations() if op in found])
 
 
-def _sorted(ops: list[tf.Operation]) -> list[tf.Operation]:
-    """The same, with what an operation needs before it.
+def _sorted(
+    ops: list[tf.Operation], known: Container[tf.Operation] = ()
+) -> list[tf.Operation]:
+    """Operations that are not known, with what each needs before it.
 
     The gradient of a loop replaces the loop by another one, which is younger
     than what reads its results.
     """
     found: dict[tf.Operation, None] = {}
     for op in ops:
-        waiting = [op]
+        waiting = [op] if op not in known else []
         while waiting:
-            sources = _sources(waiting[-1])
-            missing = [source for source in sources if source not in found]
+            missing = [
+                source
+                for source in _sources(waiting[-1])
+                if source not in found and source not in known
+            ]
             waiting += missing
             if not missing:
                 found[waiting.pop()] = None

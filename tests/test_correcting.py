@@ -8,6 +8,7 @@ from kmem.correcting import Corrector
 from kmem.correcting import Learned
 from kmem.planning.choosing import Chooser
 from kmem.planning.errors import InfeasibleBudget
+from kmem.planning.solvers.chain import ChainSolver
 
 LENGTH, BUDGET, IN_USE = 40, 24_000, 500
 SIZES = [1000] * (LENGTH + 1)
@@ -30,7 +31,7 @@ def corrector(needs):
 
 def quickest(needs):
     """The least time of the plans that keep the budget."""
-    points = Chooser(NETWORK)._chain.frontier(200)
+    points = ChainSolver(NETWORK).frontier(200)
     return min(p.seconds for p in points if needs(p.peak_bytes) <= BUDGET)
 
 
