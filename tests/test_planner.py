@@ -182,7 +182,8 @@ def test_a_plan_file_that_is_damaged_is_refused_by_fit(tmp_path):
 
 
 def test_a_layer_that_does_not_fit_by_itself_is_named():
-    model, x = stack(), batch()
+    model, x = stack(), batch(16 * ROWS)
+    gc.collect()  # what earlier tests left would make room
     kmem.memory.limit(kmem.memory.current("CPU") + 500_000, "CPU")
 
     with pytest.raises(tf.errors.ResourceExhaustedError, match="by itself"):
