@@ -35,7 +35,7 @@ MODEL_NAMES = (
 KERAS = "Keras"
 SCOPE = 'Keras, RematScope("full")'
 BY_HAND = "tf.recompute_grad by hand"
-SHARES = (0.75, 0.5, 0.33)
+SHARES = (0.75, 0.5, 0.4, 0.33)
 NUM_LOSS_STEPS = 5
 
 
