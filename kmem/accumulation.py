@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from kmem import capture
+from kmem import releasing
 from kmem import updates
 from kmem.loss_terms import SUM
 from kmem.microbatch import BatchGradient
@@ -137,6 +138,7 @@ class Updater:
                 lambda: False,
             )
         )
+        releasing.forget_gradients()
 
     def _apply_mean(self, sums, denominators, variables) -> None:
         replica = tf.distribute.get_replica_context()

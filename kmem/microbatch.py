@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from kmem import backward
 from kmem import capture
+from kmem import releasing
 from kmem.loss_terms import ROWS
 from kmem.loss_terms import SUM
 from kmem.loss_terms import LossTerms
@@ -148,6 +149,7 @@ class GradientStep:
         order = None
         if self._ordered:
             order = backward.hold_back(update.gradients or [])
+        releasing.forget_gradients()
         updates = [update, *updates]
         processes = self._processes
         return _Part(updates, logs, results, share, split, processes, order)
@@ -199,6 +201,7 @@ class GradientStep:
                 self._train_step(data)
         except capture.LossReached:
             pass
+        releasing.forget_gradients()
 
     def _count(self, data) -> list[tf.Tensor]:
         model = self._model

@@ -4,7 +4,7 @@ Options act only while the Python of a training step runs: when it is traced,
 or at every step in eager mode. Between steps, in callbacks and after `fit`,
 however it ends, the model is a plain Keras model; all that has to be taken
 off are the functions that were traced. They are kept for the next `fit` with
-the same options: TensorFlow never frees all of a trace.
+the same options, as long as the model is.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import tensorflow as tf
 from kmem import batches
 from kmem import capture
 from kmem import precision
+from kmem import releasing
 from kmem import requirements
 from kmem import updates
 from kmem.accumulation import Updater
@@ -244,7 +245,9 @@ class Session:
     def _run_train_step(self, data):
         data = keras.tree.map_structure(_as_tensor, data)
         try:
-            return self._take_step(data)
+            logs = self._take_step(data)
+            releasing.forget_gradients()
+            return logs
         except tf.errors.ResourceExhaustedError as error:
             layers = capture.all_layers(self.model)
             # Variables that a step makes could not be given back.

@@ -1,5 +1,6 @@
 """Imported before every test: kmem comes before the first TensorFlow op."""
 
+import gc
 import os
 import pathlib
 import subprocess
@@ -36,6 +37,15 @@ def pytest_collection_modifyitems(items):
 def native_library():
     """For tests that need kmem's allocator: skipped without a compiler."""
     return native.allocator()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _later_collections_are_quick():
+    yield
+    # TensorFlow keeps the graphs of models that plain Keras trained. Python
+    # would look through all of them whenever something asks it to collect.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

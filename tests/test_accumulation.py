@@ -1,7 +1,7 @@
-"""A group of batches trains like the one batch that it makes together.
+"""Groups of batches in a training: its ends, files, callbacks and errors.
 
-The same models as in test_microbatch, with the same tolerances. Batches of 7
-in groups of 3 are batches of 21, and the last group of an epoch has 10 rows.
+Batches of 7 in groups of 3 are batches of 21, and the last group of an epoch
+has 10 rows.
 """
 
 import cases
@@ -16,51 +16,6 @@ from reference import whole
 import kmem
 
 GROUPED = {"batch_size": 7, "gradient_accumulation_steps": 3}
-
-# An optimizer sees one gradient either way; test_microbatch tries them all.
-CASES = cases.ALL.keys() - cases.OPTIMIZERS.keys()
-OPTIMIZERS = {"adamw", "ema", "global_clipnorm", "dynamic_loss_scale"}
-
-
-@pytest.mark.parametrize("name", sorted(CASES | OPTIMIZERS))
-def test_a_group_of_batches_trains_like_one_batch(name):
-    want, _ = whole(cases.ALL[name], batch_size=21)
-    model, _ = train(cases.ALL[name], **GROUPED)
-
-    assert relative_error(state(model), want) < 1e-12
-
-
-@pytest.mark.parametrize("mode, name", cases.MODES)
-def test_a_group_trains_like_one_batch_in_every_mode(mode, name):
-    want, _ = whole(cases.ALL[name], mode=mode, batch_size=21)
-    model, _ = train(cases.ALL[name], mode=mode, **GROUPED)
-
-    assert relative_error(state(model), want) < 1e-12
-
-
-@pytest.mark.parametrize("name", cases.FEW)
-def test_parts_of_batches_in_groups_multiply(name):
-    want, _ = whole(cases.ALL[name], batch_size=21)
-    model, _ = train(cases.ALL[name], **GROUPED, microbatches=2)
-
-    assert relative_error(state(model), want) < 1e-12
-
-
-def test_a_group_trains_like_one_batch_in_float32():
-    want, _ = whole(cases.plain, "float32", batch_size=21)
-    model, _ = train(cases.plain, "float32", **GROUPED)
-
-    assert relative_error(state(model), want) < 1e-6
-
-
-def test_several_steps_in_one_execution_fill_groups_alike():
-    def case():
-        return cases.dense(steps_per_execution=2), cases.regression()
-
-    want, _ = whole(cases.plain, batch_size=21)
-    model, _ = train(case, **GROUPED)
-
-    assert relative_error(state(model), want) < 1e-12
 
 
 def test_validation_sees_the_last_group_applied():

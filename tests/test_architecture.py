@@ -37,6 +37,7 @@ LAYERS = (
         "xla",
         "parts",
         "processes",
+        "releasing",
         "microbatch",
         "accumulation",
         "updates",

@@ -19,6 +19,7 @@ import tensorflow as tf
 from kmem import broadcasts
 from kmem import capture
 from kmem import memory
+from kmem import releasing
 from kmem.keras_graph.recording import Call
 from kmem.keras_graph.recording import num_bytes
 from kmem.keras_graph.recording import root
@@ -184,6 +185,7 @@ class _Backward:
         if not dependencies.in_xla():
             latest = broadcasts.once(graph.get_operations()[num_forward:])
             gradients = [latest(gradient) for gradient in gradients]
+        releasing.forget_gradients()
         return outputs, gradients, num_forward
 
     def _trace(self, inputs, output_gradients):
@@ -280,6 +282,7 @@ def _run_looped(run: Callable, *specs) -> _Run:
                 if output.dtype.is_floating or output.dtype.is_integer:
                     first = tf.reshape(output, [-1])[:1]
                     total += tf.reduce_sum(tf.cast(first, tf.float32))
+            releasing.forget_gradients()
             return i + 1, total
 
         start = tf.constant(0), tf.constant(0.0)
@@ -300,7 +303,9 @@ def _run_compiled(run: Callable, *specs) -> _Run:
     """
 
     def once(*tensors):
-        return tf.nest.flatten(run(*tensors), expand_composites=True)
+        outputs = run(*tensors)
+        releasing.forget_gradients()
+        return tf.nest.flatten(outputs, expand_composites=True)
 
     arguments = [[_random(spec) for spec in group] for group in specs]
     function = tf.function(once, autograph=False, jit_compile=True)

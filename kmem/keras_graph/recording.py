@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from kmem import capture
 from kmem import joining
+from kmem import releasing
 from kmem.keras_graph import opening
 from kmem.remat import purity
 from kmem.remat import state
@@ -160,6 +161,7 @@ def record(model: keras.Model, batch) -> Recording:
             predictions = model(x, training=True)
             recorder.record_loss(model, predictions, *targets)
         recorder.find_seams()
+        releasing.forget_gradients()
 
     tf.function(trace, autograph=False).get_concrete_function(batch)
     return recorder.recording

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from kmem import batches
+from kmem import releasing
 from kmem.keras_graph import profiling
 from kmem.multilevel import edges as finding
 from kmem.multilevel import feeding
@@ -276,6 +277,7 @@ class Program(keras.Model):
         Round(self._structure, data, note).update(len(self.levels) - 1)
         for level in self.levels:
             level.steps.clear()
+        releasing.forget_gradients()
         return {tracker.name: tracker.result() for tracker in self._trackers}
 
     def save_own_variables(self, store: Any) -> None:

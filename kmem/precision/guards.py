@@ -194,6 +194,7 @@ def _watching(layer):
         running.pop()
         if not running:
             op_callbacks.remove_op_callback(_watch)
+            _thread.graph = None
 
 
 def _watch(op_type, inputs, attrs, outputs, op_name=None, graph=None):

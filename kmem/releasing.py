@@ -1,0 +1,49 @@
+"""Lets a graph go with the model that it trained.
+
+TensorFlow keeps the function of every custom gradient, by a name, until the
+process ends, and with it the graph and what the graph reads: a model's weights
+and its optimizer's. Keras's optimizers put one into each training step, so a
+model that was trained never gives its memory back by itself.
+
+Private in TensorFlow, and used nowhere else: the functions by name, and a
+graph's branches and loops. tests/test_releasing.py fails if they move.
+"""
+
+from collections.abc import Iterator
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+
+_CONTROL_FLOW = frozenset(
+    "If StatelessIf Case StatelessCase While StatelessWhile".split()
+)
+
+
+def forget_gradients() -> None:
+    """Takes custom gradients out of TensorFlow's registry: those of the graph
+    that is being made, in which nothing may be differentiated after it.
+
+    In eager mode there are none.
+    """
+    if tf.executing_eagerly():
+        return
+    registered = ops.gradient_registry._registry
+    for name in _custom_gradients(tf.compat.v1.get_default_graph()):
+        registered.pop(name, None)
+
+
+def _custom_gradients(graph) -> Iterator[str]:
+    """The names of a graph's own. A function that it calls keeps its: others
+    may call it as well."""
+    for op in graph.get_operations():
+        if op.type == "IdentityN":
+            name = op.node_def.attr["_gradient_op_type"].s.decode()
+            # Those that `tf.custom_gradient` makes.
+            if name.startswith("CustomGradient-"):
+                yield name
+        elif op.type in _CONTROL_FLOW:
+            for attribute in op.node_def.attr.values():
+                for function in (attribute.func, *attribute.list.func):
+                    if function.name:
+                        inner = graph._get_function(function.name)
+                        yield from _custom_gradients(inner.graph)

@@ -1,0 +1,81 @@
+"""A model that was trained gives its memory back."""
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import kmem
+
+WIDTH, ROWS = 256, 64
+WEIGHT_BYTES = 4 * 4 * WIDTH**2
+
+
+def make(jit_compile=False, block=()):
+    dense = [layers.Dense(WIDTH, "silu") for _ in range(4)]
+    model = keras.Sequential([keras.Input((WIDTH,)), *dense, *block])
+    model.compile("adam", "mse", jit_compile=jit_compile)
+    return model
+
+
+def train(model, **options):
+    x = np.ones((ROWS, WIDTH), "float32")
+    return kmem.wrap(model).fit(x, x, batch_size=ROWS, verbose=0, **options)
+
+
+PLANNED = {"remat": kmem.Remat(solver="sqrt")}
+
+
+# Where gradients are made: in the step, in parts of it, in a loop, in a branch
+# of the optimizer's, in a function of its own.
+@pytest.mark.parametrize(
+    "jit_compile, options",
+    [
+        (False, PLANNED),
+        (False, {"microbatches": 2}),
+        (False, PLANNED | {"microbatches": 2}),
+        (False, {"mixed_precision": "float16"}),
+        (False, {"gradient_accumulation_steps": 2}),
+        (True, {"microbatches": 2}),
+        (True, {"gradient_accumulation_steps": 2}),
+    ],
+    ids=str,
+)
+def test_a_model_that_was_trained_leaves_nothing(
+    native_library, jit_compile, options
+):
+    gc.collect()
+    before = kmem.memory.current("CPU")
+    model = make(jit_compile)
+
+    train(model, **options)
+    assert kmem.memory.current("CPU") - before > 2 * WEIGHT_BYTES
+
+    del model
+    gc.collect()
+    assert kmem.memory.current("CPU") - before < 0.1 * WEIGHT_BYTES
+
+
+def test_a_function_of_the_user_s_own_keeps_its_gradient():
+    @tf.custom_gradient
+    def tripled(x):
+        return x, lambda gradient: 3 * gradient
+
+    # Traced once, for all steps.
+    function = tf.function(tripled)
+
+    class Tripled(layers.Layer):
+        def call(self, x):
+            return function(x)
+
+    for _ in range(2):
+        model = make(block=[Tripled()])
+        train(model, microbatches=2)
+    with tf.GradientTape() as tape:
+        x = tf.Variable(tf.ones([ROWS, WIDTH]))
+        y = function(x)
+
+    np.testing.assert_array_equal(tape.gradient(y, x), 3 * np.ones(x.shape))
