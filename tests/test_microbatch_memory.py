@@ -56,7 +56,12 @@ def peak_of_step(python, jit_compile, threads, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "threads", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 8]
+    "threads",
+    [
+        pytest.param(1, marks=pytest.mark.exhaustive),
+        2,
+        pytest.param(8, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_graph_keeps_one_part_whatever_the_threads(
     native_library, python, threads

@@ -96,7 +96,7 @@ def test_plain_training_keeps_every_output(native_library, python, mode):
     "threads, outer, inner, most",
     [
         pytest.param(1, 8, 2, 11.1, marks=pytest.mark.exhaustive),
-        (2, 6, 0, 13.1),
+        pytest.param(2, 6, 0, 13.1, marks=pytest.mark.exhaustive),
         (8, 8, 2, 11.1),
     ],
 )
