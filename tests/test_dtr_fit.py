@@ -286,10 +286,9 @@ def test_without_evictions_the_peak_is_that_of_plain_eager():
     "compile, share, num_steps",
     [
         # Compiled calls need more at a time.
-        ("layers", 0.8, 24),
-        pytest.param("layers", 0.8, 200, marks=pytest.mark.exhaustive),
+        ("layers", 0.85, 24),
+        pytest.param("layers", 0.85, 2000, marks=pytest.mark.exhaustive),
         pytest.param(None, 0.7, 100, marks=pytest.mark.slow),
-        pytest.param("layers", 0.7, 2000, marks=pytest.mark.exhaustive),
         pytest.param(None, 0.5, 2000, marks=pytest.mark.exhaustive),
     ],
 )
@@ -297,8 +296,9 @@ def test_nothing_grows_over_steps_of_varying_sizes(compile, share, num_steps):
     steps = Steps()
     settings = {"evictee_minimum_size": 0, "compile": compile}
     steps.use(kmem.DTR(**settings))
-    # The second time, when everything is compiled.
-    needed = [steps.take(*steps.largest) for _ in range(2)][1]
+    # Of steps in which everything is compiled: threads run what is within a
+    # compiled call in another order each time.
+    needed = max([steps.take(*steps.largest) for _ in range(6)][1:])
     gc.collect()
     threshold = kmem.memory.current("CPU") + int(share * needed)
     steps.use(kmem.DTR(threshold, **settings))
