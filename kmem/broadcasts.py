@@ -100,12 +100,24 @@ class _Renewal:
                     # move.
                     reader._update_input(index, new)
 
+    def _argument(self, tensor: tf.Tensor, kind: str) -> tf.Tensor:
+        """What an operation of a kind reads in the place of a tensor."""
+        repeated = self._sources.get(tensor.ref())
+        if repeated is not None:
+            return repeated
+        if tensor.op.type != kind:
+            return tensor
+        # Of two products TensorFlow would make one, from the smallest on.
+        copied = tf.identity(tensor, name=tensor.op.name + _ONCE)
+        return joining.lasting(copied)
+
     def _anew(self, op: tf.Operation, arguments: list[tf.Tensor]) -> tf.Tensor:
         """The operation, of what its arguments repeat; sums two by two."""
-        make = getattr(tf.raw_ops, "AddV2" if op.type == "AddN" else op.type)
+        kind = "AddV2" if op.type == "AddN" else op.type
+        make = getattr(tf.raw_ops, kind)
         total: tf.Tensor
-        total, *rest = [self._sources.get(t.ref(), t) for t in arguments]
         with _beside(op):
+            total, *rest = [self._argument(t, kind) for t in arguments]
             for tensor in rest:
                 # Or sums of sums would be put in another order.
                 total = joining.lasting(

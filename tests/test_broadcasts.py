@@ -35,6 +35,9 @@ FUNCTIONS = {
     "group_normalization": normalized(layers.GroupNormalization(4)),
     "several_means": several_means,
     "variance": lambda x: x * tf.math.reduce_variance(x),
+    "product_of_products": lambda x: (
+        x + tf.reduce_mean(tf.nn.silu(x), axis=(1, 2), keepdims=True)
+    ),
     "sum_of_sums": lambda x: x + 3.0 * (x - tf.reduce_mean(x)) + tf.tanh(x),
 }
 
