@@ -56,9 +56,8 @@ class Updater:
         self._processes = processes or Alone()
         self._early = early
         self._pending: Any = None  # `_Pending`, from the first batch on.
-        self._flush = tf.function(
-            lambda: strategy.run(self._apply_if_pending, args=(1,)),
-            autograph=False,
+        self._flush = releasing.function(
+            lambda: strategy.run(self._apply_if_pending, args=(1,))
         )
 
     def add(self, batch: BatchGradient) -> None:
@@ -138,7 +137,6 @@ class Updater:
                 lambda: False,
             )
         )
-        releasing.forget_gradients()
 
     def _apply_mean(self, sums, denominators, variables) -> None:
         replica = tf.distribute.get_replica_context()

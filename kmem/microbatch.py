@@ -149,7 +149,6 @@ class GradientStep:
         order = None
         if self._ordered:
             order = backward.hold_back(update.gradients or [])
-        releasing.forget_gradients()
         updates = [update, *updates]
         processes = self._processes
         return _Part(updates, logs, results, share, split, processes, order)
@@ -166,9 +165,7 @@ class GradientStep:
         self._build(parts)
         count = self._count
         if not tf.executing_eagerly():
-            count = tf.function(count, autograph=False).get_concrete_function(
-                parts.spec
-            )
+            count = releasing.function(count).get_concrete_function(parts.spec)
         if self._loss is not None and not self._loss.counted:
             return {}
         totals = parts.sum(lambda data, rows: count(data))
@@ -191,7 +188,7 @@ class GradientStep:
         )
         if layers and not all_of_it:
             return
-        trace = tf.function(self._run_until_loss, autograph=False)
+        trace = releasing.function(self._run_until_loss)
         trace.get_concrete_function(parts.spec, not all_of_it)
 
     def _run_until_loss(self, data, until_loss: bool = True) -> None:
@@ -201,7 +198,6 @@ class GradientStep:
                 self._train_step(data)
         except capture.LossReached:
             pass
-        releasing.forget_gradients()
 
     def _count(self, data) -> list[tf.Tensor]:
         model = self._model

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem import releasing
 from kmem.remat import dependencies
 
 
@@ -103,9 +104,9 @@ class Parts:
             # Before the loop, which needs its types.
             number = tf.TensorSpec([], tf.int32)
             specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
-            function = tf.function(
-                function, autograph=False
-            ).get_concrete_function(self.spec, number, *specs)
+            function = releasing.function(function).get_concrete_function(
+                self.spec, number, *specs
+            )
             # A loop over all parts: outside of one, threads run a part's
             # gradients in an order that keeps them all. XLA has an order of
             # its own, and needs the odd part outside for its fixed shapes.

@@ -9,7 +9,10 @@ Private in TensorFlow, and used nowhere else: the functions by name, and a
 graph's branches and loops. tests/test_releasing.py fails if they move.
 """
 
+import functools
+from collections.abc import Callable
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
@@ -17,6 +20,23 @@ from tensorflow.python.framework import ops
 _CONTROL_FLOW = frozenset(
     "If StatelessIf Case StatelessCase While StatelessWhile".split()
 )
+
+
+def function(run: Callable, **arguments) -> Any:
+    """A `tf.function` that nobody differentiates, without autograph.
+
+    Args:
+        run: What it traces.
+        **arguments: Of `tf.function`.
+    """
+
+    @functools.wraps(run)
+    def traced(*args, **kwargs):
+        results = run(*args, **kwargs)
+        forget_gradients()
+        return results
+
+    return tf.function(traced, autograph=False, **arguments)
 
 
 def forget_gradients() -> None:

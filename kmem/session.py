@@ -380,7 +380,7 @@ def _compiled(gradient_step):
     """The same step, its computation compiled by XLA."""
     batch: Any = None
 
-    @tf.function(jit_compile=True, autograph=False)
+    @functools.partial(releasing.function, jit_compile=True)
     def tensors(data):
         nonlocal batch
         batch = gradient_step(data)

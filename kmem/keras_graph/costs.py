@@ -126,7 +126,7 @@ class _Step:
             seconds = forward_run.seconds
             gradient_seconds = backward_run.seconds - again * seconds
         else:
-            forward = tf.function(self._run, autograph=False)
+            forward = releasing.function(self._run)
             forward = forward.get_concrete_function(self._inputs)
             seconds = _computed_seconds(forward)
             gradient_seconds = _computed_seconds(traced) - seconds
@@ -162,7 +162,7 @@ class _Backward:
 
     def trace(self, inputs, results):
         """Traces it; reads the attributes off the graph."""
-        function = tf.function(self._trace, autograph=False)
+        function = releasing.function(self._trace)
         return function.get_concrete_function(inputs, results)
 
     def _gradients(self, inputs, output_gradients):
@@ -185,7 +185,6 @@ class _Backward:
         if not dependencies.in_xla():
             latest = broadcasts.once(graph.get_operations()[num_forward:])
             gradients = [latest(gradient) for gradient in gradients]
-        releasing.forget_gradients()
         return outputs, gradients, num_forward
 
     def _trace(self, inputs, output_gradients):
@@ -282,7 +281,6 @@ def _run_looped(run: Callable, *specs) -> _Run:
                 if output.dtype.is_floating or output.dtype.is_integer:
                     first = tf.reshape(output, [-1])[:1]
                     total += tf.reduce_sum(tf.cast(first, tf.float32))
-            releasing.forget_gradients()
             return i + 1, total
 
         start = tf.constant(0), tf.constant(0.0)
@@ -292,7 +290,7 @@ def _run_looped(run: Callable, *specs) -> _Run:
         )[1]
 
     arguments = [[_random(spec) for spec in group] for group in specs]
-    loop = tf.function(repeat, autograph=False)
+    loop = releasing.function(repeat)
     return _measure(lambda count: loop(tf.constant(count), *arguments).numpy())
 
 
@@ -303,12 +301,10 @@ def _run_compiled(run: Callable, *specs) -> _Run:
     """
 
     def once(*tensors):
-        outputs = run(*tensors)
-        releasing.forget_gradients()
-        return tf.nest.flatten(outputs, expand_composites=True)
+        return tf.nest.flatten(run(*tensors), expand_composites=True)
 
     arguments = [[_random(spec) for spec in group] for group in specs]
-    function = tf.function(once, autograph=False, jit_compile=True)
+    function = releasing.function(once, jit_compile=True)
 
     def repeat(count):
         for _ in range(count):

@@ -161,9 +161,8 @@ def record(model: keras.Model, batch) -> Recording:
             predictions = model(x, training=True)
             recorder.record_loss(model, predictions, *targets)
         recorder.find_seams()
-        releasing.forget_gradients()
 
-    tf.function(trace, autograph=False).get_concrete_function(batch)
+    releasing.function(trace).get_concrete_function(batch)
     return recorder.recording
 
 
