@@ -42,6 +42,9 @@ def train(name, way, threshold, heuristic):
 
     import kmem
 
+    # Without it, plain Keras's own sums of gradients of an embedding differ
+    # from run to run.
+    tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(0)
     model, batches = MODELS[name]()
     model.compile(
@@ -150,11 +153,11 @@ def header(heuristic, num_passes):
     return (
         "# DTR beside plain Keras\n\n"
         f"{made_by(__file__)}\n\n"
-        "SGD without momentum; ResNet50 with 16 images of 96 x 96; TreeLSTM "
-        "and LSTM have another tree, or length, in each batch. Threshold and "
-        "peak: of the device, with parameters, optimizer, batches, "
-        "activations, gradients and workspace; thresholds are shares of plain "
-        "eager Keras's peak, the largest of all steps "
+        "Deterministic operations; SGD without momentum; ResNet50 with 16 "
+        "images of 96 x 96; TreeLSTM and LSTM have another tree, or length, "
+        "in each batch. Threshold and peak: of the device, with parameters, "
+        "optimizer, batches, activations, gradients and workspace; thresholds "
+        "are shares of plain eager Keras's peak, the largest of all steps "
         f'counts. Heuristic: "{heuristic}", for tensors of all sizes. '
         "Time: a step's, "
         "relative to that of another process with plain eager Keras; the "

@@ -5,7 +5,8 @@ both. A line (probing.py) tells in how many parts it fits. More parts cost what
 each does besides its rows, larger ones cost recomputation: steps in more parts
 tell how much the first is, and whether a plan (planner.py) for larger ones can
 be quicker. What is chosen was rehearsed, in parts of that size (excerpts.py).
-What this does not do: place anything on another device, or split a row.
+Where the device is not the machine's own memory, weights and optimizer may
+stay there (sharding/offloading.py). What this does not do: split a row.
 """
 
 import dataclasses
@@ -30,10 +31,12 @@ from kmem.options import MemoryOptions
 from kmem.options import MicroBatches
 from kmem.options import MixedPrecision
 from kmem.options import Remat
+from kmem.options import Sharding
 from kmem.planning.errors import InfeasibleBudget
 from kmem.rehearsals import Rehearsals
 from kmem.session import Session
 from kmem.sharding import agreeing
+from kmem.sharding import offloading
 
 # Steps do not all have the same peak.
 _MARGIN = 0.01
@@ -100,7 +103,7 @@ def choose(
     given = dataclasses.replace(options, memory_budget=None, allow=())
     search = Search(model, batch, budget_bytes, reserved_bytes, verbose)
     plain = search.run(given)
-    for others in _allowed(given, options.allow):
+    for others in _allowed(model, given, options.allow):
         if search.best != plain:
             search.run(others)
     search.end()
@@ -330,9 +333,12 @@ def _named(error: ValueError, left_bytes: int) -> ValueError:
     )
 
 
-def _allowed(given: MemoryOptions, allow: tuple[str, ...]) -> list:
+def _allowed(model, given: MemoryOptions, allow: tuple[str, ...]) -> list:
     """Other options to hold, where they may be chosen."""
     found = [given]
+    if offloading.is_possible(model, given):
+        there = Sharding(cpu_offload=True)
+        found.append(dataclasses.replace(given, sharding=there))
     if "sharding" in allow and given.sharding is not None:
         full = dataclasses.replace(given.sharding, stage="full")
         found.append(dataclasses.replace(given, sharding=full))

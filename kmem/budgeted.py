@@ -65,7 +65,8 @@ class _Bucket:
     def read_state(self) -> capture.Reader:
         """Reads what a step changes; the first one may make variables."""
         state = self.way.session.state
-        if self.reader is None or len(self.reader.variables) != len(state):
+        known = self.reader.variables if self.reader else []
+        if self.reader is None or list(map(id, known)) != list(map(id, state)):
             self.reader = capture.Reader(state)
         return self.reader
 
@@ -171,8 +172,8 @@ class BudgetedSession:
         bucket = self._covering(specs) or self._choose_in_training(specs)
         if bucket is not self._bucket:
             self._enter(bucket)
-        if self._options.sharding is not None:
-            return self._step_in_shards(bucket, batch)
+        if self._group.size > 1:
+            return self._step_with_others(bucket, batch)
         message = ""
         for attempt in range(_MAX_ATTEMPTS):
             if attempt > 1:
@@ -189,7 +190,7 @@ class BudgetedSession:
             self._event(f"A step ran out of memory ({way}) and was undone.")
         raise _given_up(message)
 
-    def _step_in_shards(self, bucket: _Bucket, batch):
+    def _step_with_others(self, bucket: _Bucket, batch):
         """Takes one step together with the other processes."""
         with memory.track() as usage:
             logs, message = _run(bucket.way.step, batch)
@@ -235,11 +236,11 @@ class BudgetedSession:
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
         """Within, the model is not in the shards in which it trains."""
-        sharded = self._options.sharding is not None and self.trains()
-        if self._bucket is None or not sharded:
+        session = self._bucket.way.session if self._bucket else None
+        sharded = session is not None and session.options.sharding is not None
+        if session is None or not (sharded and self.trains()):
             yield
             return
-        session = self._bucket.way.session
         session.remove()
         try:
             yield

@@ -35,6 +35,7 @@ from kmem.microbatch import GradientStep
 from kmem.options import MemoryOptions
 from kmem.processes import Alone
 from kmem.sharding.training import ShardedTraining
+from kmem.sharding.training import stored
 
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 _SESSIONS = "_kmem_sessions"
@@ -207,15 +208,15 @@ class Session:
         """Gives the model its own functions back. May be called twice.
 
         Args:
-            failed: Whether an error ended the training. Shards are left then,
-                as other processes may be gone.
+            failed: Whether an error ended the training. Shards are left then
+                if there are other processes, which may be gone.
         """
+        left = self._sharded is not None and self._sharded.is_left(failed)
         for name, function in self._functions.items():
             # `compile` may have taken ours off already.
             if getattr(self.model, name) is function:
                 plain = self._plain_functions[name]
                 # It was traced with weights that are still in shards.
-                left = failed and self._sharded is not None
                 setattr(self.model, name, None if left else plain)
         self._functions = {}
         self._updater.stop()
@@ -227,10 +228,8 @@ class Session:
     def state(self) -> list:
         """The variables that a step may change."""
         model, optimizer = self.model, self._optimizer
-        found = [*model.variables, *optimizer.variables]
-        for metric in model.metrics:
-            found += metric.variables
-        return found
+        metrics = [v for metric in model.metrics for v in metric.variables]
+        return stored([*model.variables, *optimizer.variables, *metrics])
 
     def build(self) -> None:
         """Makes the variables that the first step would make."""

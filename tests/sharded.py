@@ -12,7 +12,6 @@ from keras import layers
 from reference import relative_error
 from reference import state
 from reference import train
-from reference import whole
 from sharding_cases import SHARDED
 
 import kmem
@@ -281,29 +280,31 @@ def dtr():
     return relative_error(state(model), state(want)), num_evictions
 
 
+def long():
+    """A case whose activations are most of what it needs."""
+    model = keras.Sequential([keras.Input((256, 8))])
+    for _ in range(3):
+        model.add(layers.Dense(64, "tanh"))
+    model.add(layers.Dense(4))
+    model.compile("adam", "mse")
+    x = np.random.default_rng(0).normal(size=(24, 256, 8))
+    return model, {"x": x, "y": np.tanh(x[..., :4])}
+
+
 def budgeted(**options):
     """What is chosen for a budget, the error of training so, what it needs
     above that budget, and what happened on the way."""
     kmem.ShardedStrategy()
 
-    def case():
-        model = keras.Sequential([keras.Input((256, 8))])
-        for _ in range(3):
-            model.add(layers.Dense(64, "tanh"))
-        model.add(layers.Dense(4))
-        model.compile("adam", "mse")
-        x = np.random.default_rng(0).normal(size=(24, 256, 8))
-        return model, {"x": x, "y": np.tanh(x[..., :4])}
-
     # The last batch is smaller.
     arguments = {"batch_size": 16, "epochs": 1}
     gc.collect()
     with kmem.memory.track("CPU") as usage:
-        want, _ = train(case, sharding="gradients", **arguments)
+        want, _ = train(long, sharding="gradients", **arguments)
     above = usage.peak_bytes - usage.start_bytes
     gc.collect()
     budget = kmem.memory.current("CPU") + int(0.85 * above)
-    model, _ = train(case, memory_budget=budget, **arguments, **options)
+    model, _ = train(long, memory_budget=budget, **arguments, **options)
     chosen = model.memory_report.chosen
     excess = chosen.measured_peak_bytes - budget
     error = relative_error(state(model), state(want))
@@ -343,42 +344,6 @@ def refused_data():
         kmem.wrap(model).fit(**arguments, sharding="full", verbose=0)
     except tf.errors.OpError as error:
         return str(error)
-
-
-def offload():
-    """Where shards and updates are when the second device computes, and how
-    far that is from training on it alone."""
-    (cpu,) = tf.config.list_physical_devices("CPU")
-    halves = [tf.config.LogicalDeviceConfiguration()] * 2
-    tf.config.set_logical_device_configuration(cpu, halves)
-    updates, kept = [], []
-
-    class Devices(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            variables = [*self.model.weights, *self.model.optimizer.variables]
-            kept[:] = [
-                v.shard.variable.device for v in variables if len(v.shape)
-            ]
-
-    def case():
-        model, arguments = cases.plain()
-        update = model.optimizer.update_step
-
-        def update_step(gradient, variable, learning_rate):
-            updates.append(tf.square(gradient).device)
-            update(gradient, variable, learning_rate)
-
-        object.__setattr__(model.optimizer, "update_step", update_step)
-        return model, arguments
-
-    option = kmem.Sharding(cpu_offload=True)
-    with tf.device("CPU:1"):
-        want, _ = whole(cases.plain)
-        model, _ = train(
-            case, batch_size=20, sharding=option, callbacks=[Devices()]
-        )
-        after = [v.value.device for v in model.weights]
-    return updates, kept, after, relative_error(state(model), want)
 
 
 def read_alone():

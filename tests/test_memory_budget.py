@@ -3,6 +3,7 @@ does not fit after all."""
 
 import gc
 
+import failing
 import keras
 import numpy as np
 import pytest
@@ -187,62 +188,9 @@ def test_a_step_that_ran_out_of_memory_is_taken_again_in_another_way(plain):
     _assert_close(model, expected)
 
 
-class Fails(layers.Layer):
-    """Runs out of memory once when it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.fails = False
-
-    def _check(self):
-        if self.fails:
-            self.fails = False
-            raise MemoryError("for a moment")
-
-    def call(self, x):
-        with tf.control_dependencies([tf.py_function(self._check, [], [])]):
-            return tf.identity(x)
-
-
-class _Tells(keras.callbacks.Callback):
-    def __init__(self, layer, steps):
-        super().__init__()
-        self._layer = layer
-        self._steps = steps
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self._layer.fails = batch in self._steps
-
-
 def test_a_step_that_failed_for_a_moment_is_taken_again_as_it_was():
-    def trained(steps, **options):
-        keras.utils.set_random_seed(0)
-        fails = Fails()
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                layers.Dense(8),
-                layers.BatchNormalization(),
-                layers.Dropout(0.5),
-                fails,
-                layers.Dense(1),
-            ]
-        )
-        model.compile("adam", "mse", metrics=["mae"])
-        x = np.random.default_rng(0).normal(size=(32, 4))
-        history = kmem.wrap(model).fit(
-            x,
-            x[:, :1],
-            batch_size=8,
-            epochs=2,
-            verbose=0,
-            callbacks=[_Tells(fails, steps)],
-            **options,
-        )
-        return model, history.history
-
-    model, history = trained([0, 2, 3], memory_budget="1GB")
-    expected, expected_history = trained([])
+    model, history = failing.trained([0, 2, 3], memory_budget="1GB")
+    expected, expected_history = failing.trained([])
 
     assert len(model.memory_report.events) == 6
     assert history == expected_history

@@ -222,16 +222,6 @@ def test_processes_with_different_data_are_told_so(seen):
     assert any("given the same batches" in result["refused"] for result in seen)
 
 
-def test_offloaded_shards_are_updated_where_they_are():
-    ((updates, kept, after, error),) = kmem.distributed.launch(
-        sharded.offload, 1
-    )
-
-    assert {device[-5:] for device in (*updates, *kept)} == {"CPU:0"}
-    assert {device[-5:] for device in after} == {"CPU:1"}
-    assert error < 1e-12
-
-
 @pytest.mark.slow
 def test_reading_a_shard_in_one_process_ends_with_an_error(monkeypatch):
     monkeypatch.setenv("KMEM_TIMEOUT_SECONDS", "5")

@@ -14,6 +14,7 @@ from reference import train
 from reference import whole
 
 import kmem
+from kmem.sharding import training
 from kmem.sharding import units
 from kmem.sharding import variables
 from kmem.sharding.engine import Engine
@@ -74,18 +75,29 @@ def test_a_model_is_plain_before_and_after(stage):
     assert np.max(np.abs(changed - before)) > 0
 
 
-def test_an_error_leaves_shards_that_the_next_fit_takes_up():
+def test_an_error_leaves_a_process_that_is_alone_the_whole_model():
     model, arguments = cases.plain()
     with pytest.raises(KeyboardInterrupt):
         fit(model, arguments, callbacks=[_Raise()])
-    assert all(isinstance(v, ShardedVariable) for v in model.weights)
-    left = model.get_weights()
+    assert {type(v) for v in model.weights} == {keras.Variable}
     np.testing.assert_allclose(
         model.predict(arguments["x"], verbose=0),
         model(arguments["x"]),
         rtol=1e-5,
         atol=1e-6,
     )
+
+
+def test_shards_that_an_error_has_left_are_taken_up_by_the_next_fit(
+    monkeypatch,
+):
+    model, arguments = cases.plain()
+    with monkeypatch.context() as others, pytest.raises(KeyboardInterrupt):
+        # As where there are others.
+        others.setattr(training, "make_whole", lambda model: None)
+        fit(model, arguments, callbacks=[_Raise()])
+    assert all(isinstance(v, ShardedVariable) for v in model.weights)
+    left = model.get_weights()
 
     kmem.wrap(model).fit(**arguments, verbose=0, epochs=0)
 

@@ -102,13 +102,17 @@ class ShardedTraining:
         """Makes the model whole again. All processes have to call it.
 
         Args:
-            failed: Whether an error ended the training. The model keeps its
-                shards then, as others may be gone with theirs: who reads it
-                takes part in gathering it.
+            failed: Whether an error ended the training; see `is_left`.
         """
         self._during.close()
-        if not failed:
+        if not self.is_left(failed):
             make_whole(self._model)
+
+    def is_left(self, failed: bool) -> bool:
+        """Whether the model keeps its shards, as an error ended the training
+        and others may be gone with theirs: who reads it takes part in
+        gathering it."""
+        return failed and self._engine.size > 1
 
     def watched(self, function: Callable) -> Callable:
         """A model's function, which may not wait for others for too long."""
@@ -221,6 +225,22 @@ def check_whole(model: keras.Model) -> None:
             "A model that was built under `kmem.ShardedStrategy` must be "
             "trained with `sharding`. Received: sharding=None"
         )
+
+
+def stored(variables: list) -> list:
+    """What holds the values of Keras variables: shards, of those that are cut,
+    which each process can read and assign by itself."""
+    found = []
+    for variable in variables:
+        if not isinstance(variable, ShardedVariable):
+            found.append(variable)
+            continue
+        if isinstance(variable, MirroredVariable):
+            found.append(variable)
+        # After the whole, which would be written to it with fewer digits.
+        if variable.holds_shard:
+            found.append(variable.shard.local)
+    return found
 
 
 def _slots(optimizer) -> list:

@@ -171,6 +171,11 @@ class ShardedVariable(keras.Variable):
         return len(self._shape)
 
     @property
+    def holds_shard(self) -> bool:
+        """Whether the shard is there between the steps."""
+        return True
+
+    @property
     def numbers(self) -> tf.Tensor:
         """The shard's numbers, a vector, whatever it is now."""
         return tf.convert_to_tensor(self.shard.variable)
@@ -221,7 +226,7 @@ class MirroredVariable(ShardedVariable):
 
     @property
     def numbers(self):
-        if self.is_rounded:
+        if self.holds_shard:
             return super().numbers
         whole = _whole(self)
         # Less than all of it may go to the shard's home.
@@ -229,12 +234,12 @@ class MirroredVariable(ShardedVariable):
             return self.shard.layout.cut(whole, self.shard.rank)
 
     @property
-    def is_rounded(self) -> bool:
-        """Whether the shard has digits that the whole has not."""
+    def holds_shard(self) -> bool:
+        # It has digits that the whole has not.
         return self.shard.travel.gather_dtype is not None
 
     def _direct_assign(self, value):
-        if _shards.get() or self.is_rounded:
+        if _shards.get() or self.holds_shard:
             super()._direct_assign(value)
         if not _shards.get():
             _whole(self).assign(value)
@@ -286,7 +291,7 @@ def shard(
         _empty(whole)
         return
     whole.assign(value)
-    if not variable.is_rounded:
+    if not variable.holds_shard:
         _empty(known.variable)
 
 
@@ -339,7 +344,7 @@ def updated(
         after: Tensors to wait for, in a graph.
     """
     for variable in mirrored:
-        if not variable.is_rounded:
+        if not variable.holds_shard:
             with tf.control_dependencies(after):
                 _put(variable.shard.variable, variable.numbers)
     yield
@@ -355,14 +360,14 @@ def updated(
     )
     for variable, whole in zip(mirrored, wholes, strict=True):
         _whole(variable).assign(whole)
-        if not variable.is_rounded:
+        if not variable.holds_shard:
             _empty(variable.shard.variable)
 
 
 def restore(variable) -> None:
     """Makes a sharded variable a plain one; all processes have to."""
     whole = _whole(variable)
-    if not isinstance(variable, MirroredVariable) or variable.is_rounded:
+    if variable.holds_shard:
         _put(whole, variable.shard.read_full())
     variable.__class__ = keras.Variable
     _empty(variable.shard.variable)
