@@ -261,3 +261,19 @@ def test_any_number_of_processes_trains_like_one(size, stage, plain):
     found["accumulation"] = found["accumulation"][:1]
     wrong = {key: each for key, each in found.items() if max(each) > 1e-10}
     assert wrong == {}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_losses_in_float32_are_those_of_one_process(size, plain):
+    runs = {
+        case: (case, {"sharding": "full", "both": {"precision": "float32"}})
+        for case in cases.ALL | SHARDED
+        if case not in REFUSED
+    }
+    main = functools.partial(sharded.main, runs, set(plain))
+
+    found = errors(runs, kmem.distributed.launch(main, size), plain)
+
+    wrong = {key: logs for key, (_, logs) in found.items() if logs > 1e-6}
+    assert wrong == {}
