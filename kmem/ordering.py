@@ -6,10 +6,10 @@ activations that they read; it recomputes a segment while the gradients of the
 one before it are still made; and what it does first changes from step to step,
 and the peak with it. Control dependencies make a backward pass a row of short
 stages: up to a weight gradient, then what else came with it, one large array
-after another. A weight gradient and what does not lead to it run side by side:
-one at a time, processors would wait at the end of every stage. What it does
-not do: order a forward pass, or a recomputation within itself, where
-TensorFlow fuses operations that nothing has to wait for. XLA orders its
+after another. A weight gradient and the first of what does not lead to it run
+side by side: one at a time, processors would wait at the end of every stage.
+What it does not do: order a forward pass, or a recomputation within itself,
+where TensorFlow fuses operations that nothing has to wait for. XLA orders its
 operations itself.
 """
 
@@ -97,8 +97,11 @@ def hold_back(gradients: list, differentiated: bool = False) -> "Order | None":
         if not held:
             continue
         if weight_gradients.isdisjoint(stage):
+            # Only the first part is begun beside the last weight gradient.
+            beside = made[0]
             for part in _parts(held):
-                others = [others[1], order.append(part, made[0] + others[1])]
+                others = [others[1], order.append(part, beside + others[1])]
+                beside = made[1]
         else:
             made = [made[1], order.append(held, made[1] + others[0])]
     return order
@@ -195,15 +198,17 @@ def _stages(
 
 
 def _parts(stage: list[tf.Operation]) -> Iterator[list[tf.Operation]]:
-    """Splits operations where a large array is begun that others do not need.
+    """Splits operations where a large array is begun: where none of the others
+    is needed for it, or stays, as more than one operation reads it.
 
     A tape goes back through two branches of a model by turns, and both would
     hold their arrays at the same time.
     """
     part: list[tf.Operation] = []
     for op in stage:
-        is_apart = {t.op for t in op.inputs}.isdisjoint(part)
-        if part and is_apart and _is_large(op) and not _is_joined(op):
+        used = [tensor for tensor in op.inputs if tensor.op in part]
+        begins = all(len(tensor.consumers()) > 1 for tensor in used)
+        if part and begins and _is_large(op) and not _is_joined(op):
             yield part
             part = []
         part.append(op)
