@@ -384,8 +384,8 @@ FEW = ["plain", "masked_regularized", "several_outputs", "own_train_step"]
 MODES = [("eager", name) for name in FEW] + [
     pytest.param("xla", name, marks=marks)
     for name, marks in {
-        "masked_regularized": (),
         "own_train_step": (),
+        "masked_regularized": pytest.mark.exhaustive,
         "plain": pytest.mark.exhaustive,
         "several_outputs": pytest.mark.exhaustive,
     }.items()

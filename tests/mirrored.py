@@ -20,10 +20,9 @@ import kmem
 
 # One of each mechanism, under one option: a case takes some seconds.
 CASES = {
-    "microbatches": ("plain", "several_outputs"),
+    "microbatches": ("plain",),
     "gradient_accumulation_steps": (
         "plain",
-        "penalties",
         "mean_with_sample_weight_weighted",
         "global_clipnorm",
     ),

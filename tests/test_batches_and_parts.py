@@ -20,7 +20,18 @@ BOTH = GROUPS | {"microbatches": 2}
 # more of it than an entry, and what Keras does around an update.
 OPTIMIZERS = {"adamw", "ema", "global_clipnorm", "dynamic_loss_scale"}
 OTHERS = {"clipnorm", "lamb", "adafactor", "muon", "static_loss_scale"}
-OF_GROUPS = sorted((cases.ALL.keys() - cases.OPTIMIZERS.keys()) | OPTIMIZERS)
+# Batches of a group are weighted like parts of a batch.
+OF_GROUPS = [
+    pytest.param(
+        name,
+        marks=()
+        if name in {*OPTIMIZERS, *cases.FEW} or "weight" in name
+        else pytest.mark.exhaustive,
+    )
+    for name in sorted(
+        (cases.ALL.keys() - cases.OPTIMIZERS.keys()) | OPTIMIZERS
+    )
+]
 OF_PARTS = [
     pytest.param(
         name,

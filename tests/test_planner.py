@@ -116,7 +116,14 @@ def test_a_step_within_fit_needs_what_was_predicted():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("solver", ["optimal", "sqrt", GENETIC])
+@pytest.mark.parametrize(
+    "solver",
+    [
+        "sqrt",
+        pytest.param("optimal", marks=pytest.mark.exhaustive),
+        pytest.param(GENETIC, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_every_solver_gives_plans_that_train_alike(solver):
     want, budget = train_and_share(0.85, stack())
 

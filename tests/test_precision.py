@@ -46,8 +46,19 @@ def check_trains_and_leaves_no_trace(model, data, dtype, mode):
     np.testing.assert_array_equal(model.predict(data, verbose=0), prediction)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        # At every run each model in one of them.
+        pytest.param(
+            name,
+            dtype,
+            marks=() if (number + position) % 2 else pytest.mark.exhaustive,
+        )
+        for number, name in enumerate(MODELS)
+        for position, dtype in enumerate(DTYPES)
+    ],
+)
 def test_a_built_model_trains_in_16_bits_and_is_itself_again(name, dtype):
     model, data = MODELS[name]()
     check_trains_and_leaves_no_trace(model, data, dtype, "graph")

@@ -112,8 +112,30 @@ def assert_same(actual, expected, mode):
         np.testing.assert_allclose(one, other, tolerance, tolerance)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", remat_cases.CASES, ids=lambda c: c.__name__)
+# XLA compiles for seconds: at every run those that draw, assign or loop.
+IN_XLA = (
+    remat_cases.dropout,
+    remat_cases.batch_normalization,
+    remat_cases.masked_rnn,
+    remat_cases.assigning,
+)
+
+
+@pytest.mark.parametrize(
+    "case, mode",
+    [
+        pytest.param(
+            case,
+            mode,
+            id=f"{case.__name__}-{mode}",
+            marks=()
+            if mode != "xla" or case in IN_XLA
+            else pytest.mark.exhaustive,
+        )
+        for case in remat_cases.CASES
+        for mode in MODES
+    ],
+)
 def test_the_numbers_are_those_of_the_function_itself(case, mode):
     expected = numbers(case, mode, plain)
 

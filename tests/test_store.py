@@ -142,6 +142,7 @@ def choose_again(folder):
     return same
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_runs_again_rehearses_nothing(tmp_path, native_library):
     folder = tmp_path / "kept"
     first = functools.partial(choose, folder)
