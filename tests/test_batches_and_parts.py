@@ -19,7 +19,6 @@ BOTH = GROUPS | {"microbatches": 2}
 # An optimizer sees one gradient either way. At every run: those that look at
 # more of it than an entry, and what Keras does around an update.
 OPTIMIZERS = {"adamw", "ema", "global_clipnorm", "dynamic_loss_scale"}
-OTHERS = {"clipnorm", "lamb", "adafactor", "muon", "static_loss_scale"}
 # Batches of a group are weighted like parts of a batch.
 OF_GROUPS = [
     pytest.param(
@@ -36,7 +35,7 @@ OF_PARTS = [
     pytest.param(
         name,
         marks=pytest.mark.exhaustive
-        if name in cases.OPTIMIZERS.keys() - OPTIMIZERS - OTHERS
+        if name in cases.OPTIMIZERS.keys() - OPTIMIZERS
         else (),
     )
     for name in cases.ALL

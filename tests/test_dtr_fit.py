@@ -86,8 +86,17 @@ def check_same(got, want):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("compile", ["layers", None])
-@pytest.mark.parametrize("make", [convolutional, recurrent, attention])
+@pytest.mark.parametrize(
+    "make, compile",
+    [
+        (convolutional, "layers"),
+        (convolutional, None),
+        (recurrent, "layers"),
+        pytest.param(recurrent, None, marks=pytest.mark.exhaustive),
+        pytest.param(attention, "layers", marks=pytest.mark.exhaustive),
+        (attention, None),
+    ],
+)
 def test_numbers_are_those_of_plain_eager_at_every_threshold(make, compile):
     gc.collect()
     # What earlier tests still hold cannot be given up.
@@ -223,7 +232,11 @@ def test_too_small_a_threshold_says_what_would_do():
 
 
 @pytest.mark.parametrize(
-    "make, compile", [(recurrent, None), (attention, "layers")]
+    "make, compile",
+    [
+        pytest.param(recurrent, None, marks=pytest.mark.exhaustive),
+        (attention, "layers"),
+    ],
 )
 def test_out_of_memory_leaves_the_counts_at_their_start(make, compile):
     model, shape = compiled(make)

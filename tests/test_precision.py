@@ -74,7 +74,7 @@ def test_all_modes_train_and_leave_no_trace(mode):
 @pytest.mark.parametrize(
     "name, dtype",
     [
-        ("MobileNetV2", "float16"),
+        pytest.param("MobileNetV2", "float16", marks=pytest.mark.exhaustive),
         pytest.param(
             "EfficientNetB0", "bfloat16", marks=pytest.mark.exhaustive
         ),
