@@ -65,10 +65,10 @@ class _Bucket:
     def read_state(self) -> capture.Reader:
         """Reads what a step changes; the first one may make variables."""
         state = self.way.session.state
-        known = self.reader.variables if self.reader else []
-        if self.reader is None or list(map(id, known)) != list(map(id, state)):
-            self.reader = capture.Reader(state)
-        return self.reader
+        reader = self.reader
+        if reader is None or [*map(id, reader.variables)] != [*map(id, state)]:
+            reader = self.reader = capture.Reader(state)
+        return reader
 
 
 class BudgetedSession:
@@ -237,8 +237,7 @@ class BudgetedSession:
     def _whole(self) -> Iterator[None]:
         """Within, the model is not in the shards in which it trains."""
         session = self._bucket.way.session if self._bucket else None
-        sharded = session is not None and session.options.sharding is not None
-        if session is None or not (sharded and self.trains()):
+        if not (session and session.options.sharding and self.trains()):
             yield
             return
         session.remove()

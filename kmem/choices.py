@@ -83,5 +83,6 @@ def describe(options: MemoryOptions) -> str:
         words.append(options.mixed_precision.dtype)
     if options.sharding is not None:
         words.append(f"sharding={options.sharding.stage}")
-        words += ["cpu_offload"] if options.sharding.cpu_offload else []
+        if options.sharding.cpu_offload:
+            words.append("cpu_offload")
     return ", ".join(words) or "plain"

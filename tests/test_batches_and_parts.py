@@ -19,27 +19,26 @@ BOTH = GROUPS | {"microbatches": 2}
 # An optimizer sees one gradient either way. At every run: those that look at
 # more of it than an entry, and what Keras does around an update.
 OPTIMIZERS = {"adamw", "ema", "global_clipnorm", "dynamic_loss_scale"}
+OTHERS = cases.OPTIMIZERS.keys() - OPTIMIZERS
+
+
+def each(names, at_every_run):
+    """All of the names; some of them run in every test run."""
+    return [
+        pytest.param(
+            name,
+            marks=() if name in at_every_run else pytest.mark.exhaustive,
+        )
+        for name in names
+    ]
+
+
+OF_PARTS = each(cases.ALL, cases.ALL.keys() - OTHERS)
 # Batches of a group are weighted like parts of a batch.
-OF_GROUPS = [
-    pytest.param(
-        name,
-        marks=()
-        if name in {*OPTIMIZERS, *cases.FEW} or "weight" in name
-        else pytest.mark.exhaustive,
-    )
-    for name in sorted(
-        (cases.ALL.keys() - cases.OPTIMIZERS.keys()) | OPTIMIZERS
-    )
-]
-OF_PARTS = [
-    pytest.param(
-        name,
-        marks=pytest.mark.exhaustive
-        if name in cases.OPTIMIZERS.keys() - OPTIMIZERS
-        else (),
-    )
-    for name in cases.ALL
-]
+OF_GROUPS = each(
+    sorted(cases.ALL.keys() - OTHERS),
+    {*OPTIMIZERS, *cases.FEW, *(n for n in cases.ALL if "weight" in n)},
+)
 
 
 @pytest.mark.parametrize("name", OF_PARTS)

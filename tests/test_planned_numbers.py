@@ -136,19 +136,20 @@ _DIFFERS = pytest.mark.xfail(
     "nested segments hold others than plain training",
 )
 # A net, and the seed of a plan.
-_PLANS = [(net, 0) for net in _NETS] + [
-    pytest.param(net, seed, marks=pytest.mark.exhaustive)
-    for net, seed in [
-        (dense_net, 0),
-        (dense_net, 1),
-        (squeezing_net, 0),
-        (squeezing_net, 1),
-        *((net, 1) for net in _NETS),
-    ]
+_PLANS = [
+    *((net, 0) for net in _NETS),
+    *(
+        pytest.param(net, seed, marks=pytest.mark.exhaustive)
+        for net, seed in [
+            (dense_net, 0),
+            (dense_net, 1),
+            (squeezing_net, 0),
+            (squeezing_net, 1),
+            *((net, 1) for net in _NETS),
+        ]
+    ),
+    pytest.param(shared_net, 1, marks=[pytest.mark.exhaustive, _DIFFERS]),
 ]
-_PLANS.append(
-    pytest.param(shared_net, 1, marks=[pytest.mark.exhaustive, _DIFFERS])
-)
 
 
 def _made(build, jit_compile: bool = False):

@@ -21,6 +21,7 @@ import kmem
 
 STAGES = ("full", "gradients", "optimizer")
 REFUSED = ("constraints", "lamb", "adafactor", "muon", "schedule_free")
+ALLOWED = [case for case in cases.ALL | SHARDED if case not in REFUSED]
 # Groups of two batches of 9 rows are batches of 18.
 GROUPS = {"gradient_accumulation_steps": 2, "batch_size": 9, "whole": 18}
 LOCAL = kmem.Sharding(accumulate="local")
@@ -242,11 +243,7 @@ def plain():
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_any_number_of_processes_trains_like_one(size, stage, plain):
-    runs = {
-        case: (case, {"sharding": stage})
-        for case in cases.ALL | SHARDED
-        if case not in REFUSED
-    }
+    runs = {case: (case, {"sharding": stage}) for case in ALLOWED}
     runs["planned"] = ("plain", {"sharding": "full", "remat": "auto"})
     runs["microbatches"] = (
         "several_outputs",
@@ -266,11 +263,8 @@ def test_any_number_of_processes_trains_like_one(size, stage, plain):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_losses_in_float32_are_those_of_one_process(size, plain):
-    runs = {
-        case: (case, {"sharding": "full", "both": {"precision": "float32"}})
-        for case in cases.ALL | SHARDED
-        if case not in REFUSED
-    }
+    options = {"sharding": "full", "both": {"precision": "float32"}}
+    runs = {case: (case, options) for case in ALLOWED}
     main = functools.partial(sharded.main, runs, set(plain))
 
     found = errors(runs, kmem.distributed.launch(main, size), plain)

@@ -31,7 +31,7 @@ def join(environment: MutableMapping[str, str]) -> bool:
         ValueError: If what the cluster says cannot be right.
     """
     if environment.get("TF_CONFIG"):
-        return _num_workers(environment["TF_CONFIG"]) > 1
+        return num_workers(environment["TF_CONFIG"]) > 1
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return False
     try:
@@ -64,7 +64,12 @@ def visible_gpus(environment: MutableMapping[str, str]) -> list[str] | None:
     return named[0].split(",") if named else []
 
 
-def _num_workers(config: str) -> int:
+def num_workers(config: str) -> int:
+    """How many processes a TF_CONFIG names that train together.
+
+    Raises:
+        ValueError: If it is not one.
+    """
     try:
         cluster = json.loads(config).get("cluster", {})
         return sum(len(cluster.get(job, ())) for job in ("chief", "worker"))

@@ -218,7 +218,7 @@ def engine() -> Engine:
             `worker`.
         RuntimeError: If TensorFlow runs already.
     """
-    config = _config()
+    config = json.loads(os.environ.get("TF_CONFIG") or "{}")
     cluster = config.get("cluster", {})
     others = sorted(cluster.keys() - {"chief", "worker"})
     if others:
@@ -227,7 +227,7 @@ def engine() -> Engine:
             f"only. Received: {', '.join(others)}"
         )
     num_chiefs = len(cluster.get("chief", ()))
-    size = num_processes()
+    size = num_chiefs + len(cluster.get("worker", ()))
     if size < 2:
         return Engine()
     kind, number = config["task"]["type"], int(config["task"]["index"])
@@ -240,16 +240,6 @@ def engine() -> Engine:
         device=f"/job:{kind}/replica:0/task:{number}/device:{gpu}:0",
         timeout=timeout,
     )
-
-
-def num_processes() -> int:
-    """How many TF_CONFIG names. It does not wait for them."""
-    cluster = _config().get("cluster", {})
-    return sum(len(cluster.get(kind, ())) for kind in ("chief", "worker")) or 1
-
-
-def _config() -> dict:
-    return json.loads(os.environ.get("TF_CONFIG") or "{}")
 
 
 def _join(cluster: dict, timeout: float) -> None:

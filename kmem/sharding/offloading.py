@@ -5,13 +5,15 @@ optimizer's variables on the host, and updates them there; a layer's weights
 are on the device while it runs.
 """
 
+import os
+
 import keras
 import tensorflow as tf
 
+from kmem.launching.cluster import num_workers
 from kmem.options import MemoryOptions
 from kmem.sharding import refusals
 from kmem.sharding.engine import Engine
-from kmem.sharding.engine import num_processes
 
 
 def is_possible(model: keras.Model, options: MemoryOptions) -> bool:
@@ -22,7 +24,8 @@ def is_possible(model: keras.Model, options: MemoryOptions) -> bool:
         options: The options under which it trains besides.
     """
     # Several processes would have to do it together.
-    if options.sharding is not None or num_processes() > 1:
+    config = os.environ.get("TF_CONFIG")
+    if options.sharding is not None or (config and num_workers(config) > 1):
         return False
     if not any(_is_elsewhere(v) for v in model.trainable_variables):
         return False
