@@ -49,6 +49,8 @@ _LEAST_GAIN = 0.05
 _MOST_OVERHEAD = 0.5
 _AT_MOST_SECONDS = 5.0
 _MAX_PLANS = 3
+# By how much a plan may be quicker than expected, as far as seen.
+_PLAN_GAIN = 0.2
 # What rehearsals of the same step differ by at the most, as far as seen.
 _ALLOWANCE = 0.05
 
@@ -265,7 +267,8 @@ class Search:
             planned = dataclasses.replace(options, remat=Remat(plan=plan))
             expected = seconds * plan.slowdown
             # A plan's time is predicted less well than it is measured.
-            if before and _is_quicker(before.predicted_seconds, expected):
+            hoped_for = (1 - _PLAN_GAIN) * expected
+            if before and before.predicted_seconds <= hoped_for:
                 peak = plan.predicted_peak_bytes + some.left_bytes
                 self.tried.append(Choice(planned, peak, expected))
                 return False

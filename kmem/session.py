@@ -248,20 +248,21 @@ class Session:
             releasing.forget_gradients()
             return logs
         except tf.errors.ResourceExhaustedError as error:
-            layers = capture.all_layers(self.model)
+            failed, message = self._dtr, error.message
             # Variables that a step makes could not be given back.
-            unbuilt = not all(layer.built for layer in layers)
-            if self._dtr is None or self._captures or unbuilt:
+            unbuilt = any(not x.built for x in capture.all_layers(self.model))
+            if failed is None or self._captures or unbuilt:
                 raise
-            message = error.message
         self.build()
-        raise with_least_threshold(
-            self._dtr, message, functools.partial(self._rehearse, data)
-        )
+        step = functools.partial(self._rehearse, data, failed)
+        raise with_least_threshold(failed.limit_bytes, message, step)
 
-    def _rehearse(self, data, threshold: int) -> None:
-        with capture.unchanged(self.state, self.model.metrics):
-            self._take_step(data, grows_from=threshold)
+    def _rehearse(self, data, failed: DeviceSession, threshold: int) -> int:
+        device, state = failed.again(), self.state
+        with capture.attribute(self, "_dtr", device):
+            with capture.unchanged(state, self.model.metrics):
+                self._take_step(data, grows_from=threshold)
+        return device.limit_bytes
 
     def _take_step(self, data, grows_from: int | None = None):
         with self._device(grows_from):

@@ -5,6 +5,13 @@
 #include <utility>
 
 namespace kmem::dtr {
+namespace {
+
+// While the inputs of an operator are made again. More make a step possible at
+// a slightly lower threshold, and a failure many times as long.
+constexpr int kMostGivingWay = 16;
+
+}  // namespace
 
 Runtime::Runtime(Driver* driver, std::unique_ptr<Heuristic> heuristic,
                  const Options& options)
@@ -102,8 +109,10 @@ Status Runtime::MakeRoom(int64_t bytes) {
 }
 
 bool Runtime::Evict() {
-  Storage* storage =
-      candidates_.Choose(*heuristic_, counts_.total_nanoseconds);
+  Storage* storage;
+  do {
+    storage = candidates_.Choose(*heuristic_, counts_.total_nanoseconds);
+  } while (storage == nullptr && GiveWay());
   if (storage == nullptr) return false;
   ++counts_.num_evictions;
   Drop(*storage);
@@ -178,21 +187,37 @@ Status Runtime::NoRoom(int64_t bytes) {
 
 // ---------------------------------------------------------- rematerialization
 
+// A stack of its own: chains of evicted operators are as long as programs.
 Status Runtime::Lock(const std::vector<Tensor*>& tensors) {
-  // All before any is made again: they must not push each other out. The
-  // handles keep them if the program lets go of them meanwhile.
-  for (Tensor* tensor : tensors) {
-    Retain(tensor);
-    LockStorage(*tensor->storage);
-  }
-  for (Tensor* tensor : tensors) {
-    Status status = Restore(tensor);
-    if (!status.ok()) {
-      Unlock(tensors);
-      return status;
+  // The handles keep them if the program lets go of them meanwhile.
+  for (Tensor* tensor : tensors) Retain(tensor);
+  times_given_way_ = 0;
+  Wait(nullptr, &tensors);
+  Status status;
+  while (true) {
+    Waiting& top = waiting_.back();
+    if (status.ok() && !top.holds) Hold(&top);
+    if (status.ok() && top.next < top.num_inputs()) {
+      const Tensor& input = *top.input(top.next);
+      if (input.defined) {
+        ++top.next;
+      } else {
+        Wait(input.maker);
+      }
+      continue;
     }
+    if (top.op == nullptr) break;
+    // After a failure the rest of the stack only lets go of its inputs.
+    if (status.ok()) status = RunAgain(top.op);
+    LetGo(&top);
+    waiting_.pop_back();
   }
-  return Status();
+  if (!status.ok()) {
+    LetGo(&waiting_.back());
+    for (Tensor* tensor : tensors) Release(tensor);
+  }
+  waiting_.pop_back();
+  return status;
 }
 
 void Runtime::Unlock(const std::vector<Tensor*>& tensors) {
@@ -200,33 +225,40 @@ void Runtime::Unlock(const std::vector<Tensor*>& tensors) {
   for (Tensor* tensor : tensors) Release(tensor);
 }
 
-// A stack of its own: chains of evicted operators are as long as programs.
-Status Runtime::Restore(Tensor* tensor) {
-  if (tensor->defined) return Status();
-  std::vector<Waiting> stack;
-  const auto push = [&](Operator* op) {
-    LockInputs(*op);
-    stack.push_back({op, 0});
-  };
-  push(tensor->maker);
-  Status status;
-  while (!stack.empty()) {
-    Waiting& top = stack.back();
-    if (status.ok() && top.next < top.op->inputs.size()) {
-      const Tensor& input = *top.op->inputs[top.next].tensor;
-      if (input.defined) {
-        ++top.next;
-      } else {
-        push(input.maker);
-      }
-      continue;
-    }
-    // After a failure the rest of the stack only lets go of its locks.
-    if (status.ok()) status = RunAgain(top.op);
-    UnlockInputs(*top.op);
-    stack.pop_back();
+void Runtime::Wait(Operator* op, const std::vector<Tensor*>* given) {
+  waiting_.push_back({op, given});
+  Hold(&waiting_.back());
+}
+
+// All before any is made again: they must not push each other out.
+void Runtime::Hold(Waiting* waiting) {
+  for (size_t i = 0; i < waiting->num_inputs(); ++i) {
+    LockStorage(*waiting->input(i)->storage);
   }
-  return status;
+  waiting->holds = true;
+  waiting->next = 0;
+}
+
+void Runtime::LetGo(Waiting* waiting) {
+  if (!waiting->holds) return;
+  for (size_t i = 0; i < waiting->num_inputs(); ++i) {
+    UnlockStorage(*waiting->input(i)->storage);
+  }
+  waiting->holds = false;
+}
+
+// When nothing else is left to evict, the inputs of what has to wait longest
+// can go: it looks for them again when it is its turn. Not for ever, as two of
+// them may have no room beside each other.
+bool Runtime::GiveWay() {
+  if (times_given_way_ == kMostGivingWay) return false;
+  for (size_t i = 0; i + 1 < waiting_.size(); ++i) {
+    if (!waiting_[i].holds) continue;
+    ++times_given_way_;
+    LetGo(&waiting_[i]);
+    return true;
+  }
+  return false;
 }
 
 Status Runtime::RunAgain(Operator* op) {
@@ -269,14 +301,6 @@ Status Runtime::RunAgain(Operator* op) {
     DropIfUnwanted(output);  // Made along with what was asked for.
   }
   return Status();
-}
-
-void Runtime::LockInputs(const Operator& op) {
-  for (const Input& input : op.inputs) LockStorage(*input.tensor->storage);
-}
-
-void Runtime::UnlockInputs(const Operator& op) {
-  for (const Input& input : op.inputs) UnlockStorage(*input.tensor->storage);
 }
 
 void Runtime::LockStorage(Storage& storage) {

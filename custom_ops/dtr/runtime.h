@@ -149,14 +149,24 @@ class Runtime {
  private:
   // An operator that waits for its inputs. Those before `next` are there.
   struct Waiting {
-    Operator* op;
-    size_t next;
+    Operator* op;  // nullptr: what the driver is about to run, which reads
+    const std::vector<Tensor*>* given = nullptr;  // these.
+    size_t next = 0;
+    bool holds = true;  // Its inputs are locked.
+
+    size_t num_inputs() const {
+      return op == nullptr ? given->size() : op->inputs.size();
+    }
+    Tensor* input(size_t i) const {
+      return op == nullptr ? (*given)[i] : op->inputs[i].tensor;
+    }
   };
 
-  Status Restore(Tensor* tensor);
   Status RunAgain(Operator* op);
-  void LockInputs(const Operator& op);
-  void UnlockInputs(const Operator& op);
+  void Wait(Operator* op, const std::vector<Tensor*>* given = nullptr);
+  void Hold(Waiting* waiting);
+  void LetGo(Waiting* waiting);
+  bool GiveWay();
   void LockStorage(Storage& storage);
   void UnlockStorage(Storage& storage);
   void UpdateCandidate(Storage& storage);
@@ -178,6 +188,9 @@ class Runtime {
   Options options_;
   Candidates candidates_;
   std::vector<std::unique_ptr<Operator>> operators_;
+  // The last one runs again, or is the next to; each is for the one before.
+  std::vector<Waiting> waiting_;
+  int times_given_way_ = 0;
   int64_t num_recorded_ = 0;
   Statistics counts_;  // But for what `statistics` adds.
 };

@@ -20,6 +20,9 @@ void Session::Remember(Call* call, int64_t nanoseconds, int num_outputs,
                        TFE_TensorHandle** outputs, TF_Status* status) {
   FindOutputs(call, num_outputs, outputs);
   if (call->outputs.empty()) return;
+  int64_t bytes = 0;
+  for (const Extent& extent : call->extents) bytes += extent.bytes;
+  nanoseconds = call->signature->LeastNanoseconds(bytes, nanoseconds);
   std::vector<HandlePtr> small = FindSources(call);
   Trace::Name name = 0;
   if (trace_ != nullptr) {

@@ -86,10 +86,6 @@ void Session::Execute(const TFE_Op* op, int* num_outputs,
   Knowing knowing;
   runtime_.set_recomputation_limit(kMostSlowdown * first_nanoseconds_ +
                                    kSecond);
-  if (fallback_ != nullptr &&
-      runtime_.recomputed_nanoseconds() > first_nanoseconds_) {
-    runtime_.Use(std::move(fallback_));
-  }
   Status ready;
   if (call.kind == Kind::kAssignsVariable) ready = SettleReaders(call);
   if (ready.ok()) ready = runtime_.Lock(call.tracked);
@@ -253,6 +249,10 @@ Statistics Session::statistics() const {
 int64_t Session::BytesInUse() const { return device_->BytesInUse(); }
 
 Status Session::Run(const Operator& op, std::vector<void*>* payloads) {
+  if (fallback_ != nullptr &&
+      runtime_.recomputed_nanoseconds() > first_nanoseconds_) {
+    runtime_.Use(std::move(fallback_));
+  }
   const Work& work = *static_cast<const Work*>(op.work);
   StatusPtr status = NewStatus();
   OpPtr run = work.signature->Take();

@@ -261,6 +261,44 @@ void RecomputationHasALimit() {
   CHECK_TRUE(session.status.ok());
 }
 
+void EvictAll(Session* session) {
+  while (session->runtime.Evict()) {
+  }
+}
+
+void AnInputGivesWayToWhatIsMadeForTheSameOperator() {
+  Session session;
+  Tensor* x = session.MakeSource(10);
+  Tensor* one = session.Make({x}, 40);
+  Tensor* large = session.Make({x}, 60);
+  Tensor* other = session.Make({large}, 10);
+  Tensor* sum = session.Make({one, other}, 5);
+  EvictAll(&session);
+  session.Read(one);
+  session.driver.order.clear();
+  session.runtime.set_threshold_bytes(100);
+  CHECK_TRUE(session.Read(sum) > 0);
+  CheckOrder(session, {2, 3, 1, 4});
+  CHECK_EQUAL(one->storage->locks + large->storage->locks, 0);
+}
+
+void InputsDoNotGiveWayToEachOtherForEver() {
+  Session session;
+  Tensor* x = session.MakeSource(10);
+  Tensor* one = session.Make({session.Make({x}, 60)}, 40);
+  Tensor* other = session.Make({session.Make({x}, 60)}, 45);
+  Tensor* sum = session.Make({one, other}, 5);
+  EvictAll(&session);
+  session.runtime.set_threshold_bytes(120);
+  CHECK_EQUAL(session.Read(sum), -1);
+  CHECK_TRUE(session.status.code == Code::kNoRoom);
+  CHECK_EQUAL(one->storage->locks + other->storage->locks, 0);
+  EvictAll(&session);
+  CHECK_EQUAL(session.driver.bytes, 10);
+  session.runtime.set_threshold_bytes(160);
+  CHECK_TRUE(session.Read(sum) > 0);
+}
+
 void AHandleMayGoWhileItsTensorIsRead() {
   Session session;
   Tensor* x = session.MakeSource(10);
@@ -397,6 +435,8 @@ int main() {
   SmallStoragesAreLeftAlone();
   AnOperatorThatFailsLeavesEveryCountRight();
   RecomputationHasALimit();
+  AnInputGivesWayToWhatIsMadeForTheSameOperator();
+  InputsDoNotGiveWayToEachOtherForEver();
   AHandleMayGoWhileItsTensorIsRead();
   WhatIsSettledStandsOnItsOwn();
   NothingNeedsASourceWhoseReadersAreSettled();

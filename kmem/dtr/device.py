@@ -80,6 +80,7 @@ class DeviceSession:
         self._library.kmem_dtr_new_session.restype = ctypes.c_void_p
         self._library.kmem_dtr_begin.restype = ctypes.c_bool
         self._library.kmem_dtr_end.restype = ctypes.c_int64
+        self._options = options
         self._limit_bytes = int(options.eviction_threshold) or _NO_LIMIT
         self.limit_bytes = self._limit_bytes
         made = NativeOptions(
@@ -96,6 +97,10 @@ class DeviceSession:
         weakref.finalize(
             self, self._library.kmem_dtr_delete_session, self._native
         )
+
+    def again(self) -> "DeviceSession":
+        """Another one with the same options, which knows no program yet."""
+        return DeviceSession(self._options)
 
     @contextlib.contextmanager
     def scope(self, grows_from: int | None = None) -> Iterator[None]:

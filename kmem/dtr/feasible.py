@@ -7,7 +7,8 @@ more than is needed, as what was evicted before has been kept until then: the
 distance to what failed is halved by further steps.
 
 It is not proved to be the smallest: a heuristic decides what is there when
-room runs out. The times of operators have a say in that, so a margin is added.
+room runs out. The times of operators have a say in that, so a threshold is
+tried twice, and a margin is added.
 """
 
 import gc
@@ -16,25 +17,25 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from kmem import memory
-from kmem.dtr.device import DeviceSession
 
 _MOST_RAISED = 5
+_NUM_TRIES = 2
 _MARGIN = 0.02
 
 
 def with_least_threshold(
-    session: DeviceSession, message: str, step: Callable[[int], None]
+    threshold_bytes: int, message: str, step: Callable[[int], int]
 ) -> Exception:
     """The error of a step that has failed, with a threshold that would do.
 
     Args:
-        session: Where the step ran.
+        threshold_bytes: The threshold it failed with.
         message: The error's.
-        step: Runs the step from a threshold in bytes, which may be raised;
-            see `DeviceSession.scope`.
+        step: Runs the step from a threshold in bytes, and returns what it was
+            raised to; see `DeviceSession.scope`.
     """
     gc.collect()  # What the error's frames held.
-    least = _least_threshold(session, step)
+    least = _least_threshold(max(threshold_bytes, memory.current()), step)
     if least is not None:
         message = (
             f"The threshold must be at least {round(least * (1 + _MARGIN))} "
@@ -43,32 +44,34 @@ def with_least_threshold(
     return tf.errors.ResourceExhaustedError(None, None, message)
 
 
-def _least_threshold(session: DeviceSession, step) -> int | None:
-    fails = max(session.limit_bytes, memory.current())
+def _least_threshold(fails: int, step) -> int | None:
     works = fails
     for _ in range(_MOST_RAISED):
-        ended = _end_of(session, step, works)
-        if ended is None:
+        raised = _raised(step, works)
+        if raised is None:
             return None  # The device itself has no room, or it thrashes.
-        if ended <= works:
+        if raised == works:
             break
-        works = ended
+        works = raised
     else:
         return None
     while works - fails > _MARGIN * works:
         middle = (fails + works) // 2
-        ended = _end_of(session, step, middle)
-        if ended is not None and ended <= middle:
+        if _raised(step, middle) == middle:
             works = middle
         else:
             fails = middle
     return works
 
 
-def _end_of(session: DeviceSession, step, threshold: int) -> int | None:
-    """Where the threshold is after a step from this one, if it ends."""
-    try:
-        step(threshold)
-    except tf.errors.ResourceExhaustedError:
-        return None
-    return session.limit_bytes
+def _raised(step, threshold: int) -> int | None:
+    """What a threshold is raised to in one of some steps from it, or itself;
+    `None` if one of them fails."""
+    for _ in range(_NUM_TRIES):
+        try:
+            raised = step(threshold)
+        except tf.errors.ResourceExhaustedError:
+            return None
+        if raised > threshold:
+            return raised
+    return threshold
