@@ -19,6 +19,8 @@
 // * An operator that no held tensor depends on is forgotten.
 // * What cannot be made again stays: what comes from outside, and what an
 //   operator that is not pure has made.
+// * While some inputs of an operator are made again, the others stay; but they
+//   give way, and are made again as well, when nothing else is left to evict.
 //
 // For one thread at a time: the caller has a lock. The driver may call
 // MakeRoom, Evict, Retain and Release while an operator runs.
