@@ -41,9 +41,11 @@ class Statistics:
     Attributes:
         num_evictions: How often a tensor was chosen to be given up.
         num_recomputations: How many operators ran again.
-        recomputed_seconds: How long those took when they first ran.
+        recomputed_seconds: How long those take. Of each operator that is the
+            least time that one of its kind and size had taken when it ran
+            first.
         total_seconds: The time of all operators that ran on the device and
-            can run again, the first time and again.
+            can run again, the first time and again, likewise.
         num_operators: How many operators are remembered now.
         live_bytes: Bytes of the tensors that are known to the device now.
         pinned_bytes: Those of them that cannot be made again.
