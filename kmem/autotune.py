@@ -267,8 +267,9 @@ class Search:
             planned = dataclasses.replace(options, remat=Remat(plan=plan))
             expected = seconds * plan.slowdown
             # A plan's time is predicted less well than it is measured.
-            hoped_for = (1 - _PLAN_GAIN) * expected
-            if before and before.predicted_seconds <= hoped_for:
+            if before and _is_quicker(
+                before.predicted_seconds, expected, _PLAN_GAIN
+            ):
                 peak = plan.predicted_peak_bytes + some.left_bytes
                 self.tried.append(Choice(planned, peak, expected))
                 return False
@@ -362,5 +363,7 @@ def _in_parts(options: MemoryOptions, count: int) -> MemoryOptions:
     return dataclasses.replace(options, microbatches=parts)
 
 
-def _is_quicker(seconds: float, than_seconds: float) -> bool:
-    return seconds < (1 - _LEAST_GAIN) * than_seconds
+def _is_quicker(
+    seconds: float, than_seconds: float, gain: float = _LEAST_GAIN
+) -> bool:
+    return seconds < (1 - gain) * than_seconds

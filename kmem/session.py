@@ -258,9 +258,9 @@ class Session:
         raise with_least_threshold(failed.limit_bytes, message, step)
 
     def _rehearse(self, data, failed: DeviceSession, threshold: int) -> int:
-        device, state = failed.again(), self.state
+        device = failed.again()
         with capture.attribute(self, "_dtr", device):
-            with capture.unchanged(state, self.model.metrics):
+            with capture.unchanged(self.state, self.model.metrics):
                 self._take_step(data, grows_from=threshold)
         return device.limit_bytes
 

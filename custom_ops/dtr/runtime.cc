@@ -192,7 +192,7 @@ Status Runtime::Lock(const std::vector<Tensor*>& tensors) {
   // The handles keep them if the program lets go of them meanwhile.
   for (Tensor* tensor : tensors) Retain(tensor);
   times_given_way_ = 0;
-  Wait(nullptr, &tensors);
+  waiting_.push_back({nullptr, &tensors});
   Status status;
   while (true) {
     Waiting& top = waiting_.back();
@@ -202,7 +202,7 @@ Status Runtime::Lock(const std::vector<Tensor*>& tensors) {
       if (input.defined) {
         ++top.next;
       } else {
-        Wait(input.maker);
+        waiting_.push_back({input.maker});
       }
       continue;
     }
@@ -223,11 +223,6 @@ Status Runtime::Lock(const std::vector<Tensor*>& tensors) {
 void Runtime::Unlock(const std::vector<Tensor*>& tensors) {
   for (Tensor* tensor : tensors) UnlockStorage(*tensor->storage);
   for (Tensor* tensor : tensors) Release(tensor);
-}
-
-void Runtime::Wait(Operator* op, const std::vector<Tensor*>* given) {
-  waiting_.push_back({op, given});
-  Hold(&waiting_.back());
 }
 
 // All before any is made again: they must not push each other out.

@@ -154,7 +154,7 @@ class Runtime {
     Operator* op;  // nullptr: what the driver is about to run, which reads
     const std::vector<Tensor*>* given = nullptr;  // these.
     size_t next = 0;
-    bool holds = true;  // Its inputs are locked.
+    bool holds = false;  // Its inputs are locked.
 
     size_t num_inputs() const {
       return op == nullptr ? given->size() : op->inputs.size();
@@ -165,7 +165,6 @@ class Runtime {
   };
 
   Status RunAgain(Operator* op);
-  void Wait(Operator* op, const std::vector<Tensor*>* given = nullptr);
   void Hold(Waiting* waiting);
   void LetGo(Waiting* waiting);
   bool GiveWay();

@@ -15,6 +15,11 @@ using kmem::dtr::Statistics;
 using kmem::dtr::Tensor;
 using kmem::dtr::Threshold;
 
+void EvictAll(Session* session) {
+  while (session->runtime.Evict()) {
+  }
+}
+
 void WhatNobodyHoldsIsDroppedAndMadeAgainWhenRead() {
   Session session;
   Tensor* x = session.MakeSource(8);
@@ -107,8 +112,7 @@ void AChainOfTenThousandIsMadeAgainWithoutRecursion() {
     last = next;
   }
   const int64_t number = session.Read(last);
-  while (session.runtime.Evict()) {
-  }
+  EvictAll(&session);
   CHECK_EQUAL(session.driver.bytes, 1);
   CHECK_EQUAL(session.Read(last), number);
   CHECK_EQUAL(session.runtime.statistics().num_recomputations, 10000);
@@ -219,8 +223,7 @@ void AnOperatorThatFailsLeavesEveryCountRight() {
   Tensor* b = session.Make({a}, 10);
   Tensor* c = session.Make({a, b}, 10);
   const int64_t number = session.Read(c);
-  while (session.runtime.Evict()) {
-  }
+  EvictAll(&session);
   session.driver.fails = 2;
   CHECK_EQUAL(session.Read(c), -1);
   CHECK_TRUE(session.status.code == Code::kOperatorFailed);
@@ -259,11 +262,6 @@ void RecomputationHasALimit() {
   session.runtime.set_recomputation_limit(30);
   session.Read(a);
   CHECK_TRUE(session.status.ok());
-}
-
-void EvictAll(Session* session) {
-  while (session->runtime.Evict()) {
-  }
 }
 
 void AnInputGivesWayToWhatIsMadeForTheSameOperator() {
@@ -340,8 +338,7 @@ void NothingNeedsASourceWhoseReadersAreSettled() {
   Tensor* apart = session.Make({other}, 10);
   const int64_t number = session.Read(loss);
   session.Release({a});
-  while (session.runtime.Evict()) {
-  }
+  EvictAll(&session);
   session.Release({gradient});
   CHECK_TRUE(session.runtime.SettleReaders(old_value).ok());
   CHECK_TRUE(old_value->readers.empty());
@@ -409,8 +406,7 @@ void AnotherHeuristicTakesOver() {
   const int64_t before = session.runtime.statistics().num_accesses;
   session.runtime.Use(kmem::dtr::MakeHeuristic("ancestors", 0));
   CHECK_EQUAL(session.runtime.statistics().num_accesses >= before, true);
-  while (session.runtime.Evict()) {
-  }
+  EvictAll(&session);
   CHECK_EQUAL(session.driver.bytes, 10);
   CHECK_TRUE(session.Read(b) > 0);
   CHECK_TRUE(session.Read(c) > 0);
