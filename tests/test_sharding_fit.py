@@ -15,9 +15,6 @@ from reference import whole
 
 import kmem
 from kmem.sharding import training
-from kmem.sharding import units
-from kmem.sharding import variables
-from kmem.sharding.engine import Engine
 from kmem.sharding.variables import ShardedVariable
 
 STAGES = ("full", "gradients", "optimizer")
@@ -127,60 +124,6 @@ def test_named_layers_are_gathered_as_one():
     model, arguments = cases.plain()
 
     fit(model, arguments, sharding=kmem.Sharding(units=(model.layers[0].name,)))
-
-
-class _Waiting(Engine):
-    """Notes what each gathering waits for."""
-
-    def __init__(self):
-        super().__init__()
-        self.waited = []
-
-    def gather(self, tensor, name):
-        self.waited.append([op.name for op in tf.no_op().control_inputs])
-        return super().gather(tensor, name)
-
-
-def test_weights_are_gathered_while_the_unit_before_runs():
-    engine, outputs = _Waiting(), []
-    model = keras.Sequential([keras.Input((3,))])
-    for number in range(3):
-        model.add(keras.layers.Dense(3))
-        kernel = model.layers[-1].kernel
-        variables.shard(kernel, engine, f"weight {number}")
-
-    @tf.function(autograph=False)
-    def run(x):
-        outputs.append(x.op.name)
-        with units.applied(units.find(model, None), keeps=True):
-            for layer in model.layers:
-                x = layer(x)
-                outputs.append(x.op.name)
-
-    run.get_concrete_function(tf.TensorSpec((2, 3)))
-    first, second, *_ = outputs
-    assert engine.waited == [[first], [first], [second]]
-
-
-def test_shards_elsewhere_are_fetched_while_the_unit_before_runs():
-    model = keras.Sequential([keras.Input((3,))])
-    for number in range(2):
-        model.add(keras.layers.Dense(3))
-        kernel = model.layers[-1].kernel
-        variables.shard(kernel, Engine(), f"weight {number}", home="CPU:0")
-
-    @tf.function(autograph=False)
-    def run(x):
-        with units.applied(units.find(model, None), keeps=True):
-            return model(x)
-
-    graph = run.get_concrete_function(tf.TensorSpec((2, 3))).graph
-    held = [
-        [waited.name for waited in op.control_inputs]
-        for op in graph.get_operations()
-        if op.type == "ReadVariableOp" and op.control_inputs
-    ]
-    assert held == 2 * [[graph.inputs[0].op.name]]
 
 
 def test_a_model_built_in_shards_stays_in_them():

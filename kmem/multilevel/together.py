@@ -121,13 +121,13 @@ class SeveralProcesses(Slices, OneProcess):
         cut = [v for v in self._weights if type(v) is ShardedVariable]
         if not cut:
             return contextlib.nullcontext()
-        wholes = gathering.gather(
+        wholes = gathering.Shards(
             self._group,
             [v.shard.layout for v in cut],
             [v.shard.value for v in cut],
             "weights",
             cut[0].shard.travel,
-        )
+        ).gather()
         return shards.prepared(cut, wholes)
 
 

@@ -10,6 +10,7 @@ to wrap, which is planning.
 
 from kmem.remat.gradient import is_repeating
 from kmem.remat.gradient import is_running
+from kmem.remat.gradient import is_watched
 from kmem.remat.gradient import recompute
 from kmem.remat.gradient import why_not_recomputable
 from kmem.remat.purity import NotRecomputable
@@ -18,6 +19,7 @@ __all__ = [
     "NotRecomputable",
     "is_repeating",
     "is_running",
+    "is_watched",
     "recompute",
     "why_not_recomputable",
 ]

@@ -19,6 +19,7 @@ from kmem import ordering
 from kmem.remat import dependencies
 from kmem.remat import names
 from kmem.remat import purity
+from kmem.remat import residuals
 from kmem.remat import state
 from kmem.remat import uses
 from kmem.remat.structure import Structure
@@ -28,7 +29,9 @@ _FIRST, _SECOND = 1, 2
 _running = contextvars.ContextVar("running", default=0)
 
 
-def recompute(fn: Callable, check: bool = True) -> Callable:
+def recompute(
+    fn: Callable, check: bool = True, keep_residuals: bool = False
+) -> Callable:
     """Lets a function keep only its arguments for its gradient.
 
     The gradient runs `fn` again, with the same random numbers, the same
@@ -42,6 +45,8 @@ def recompute(fn: Callable, check: bool = True) -> Callable:
             tensors that it closes over.
         check: Whether to call `why_not_recomputable` before the first call
             in eager mode. Graphs are looked at as they are made.
+        keep_residuals: Whether to keep, in a graph, what is computed from the
+            arguments, and run again only what is computed from variables.
 
     Returns:
         A function with the arguments and results of `fn`. It raises a
@@ -74,7 +79,7 @@ def recompute(fn: Callable, check: bool = True) -> Callable:
         # Within a forward pass that is not kept there is nothing to leave out.
         if _running.get() == _FIRST:
             return fn(*args, **kwargs)
-        segment = _Segment(fn, Structure((args, kwargs)))
+        segment = _Segment(fn, Structure((args, kwargs)), keep_residuals)
         # A function within another one was looked at with that one.
         if unchecked and tf.executing_eagerly() and not _running.get():
             segment.check()
@@ -128,11 +133,18 @@ def is_repeating() -> bool:
     return _running.get() == _SECOND
 
 
+def is_watched(*groups: list) -> bool:
+    """Whether somebody differentiates what is computed from some tensors."""
+    tensors = [tensor for group in groups for tensor in group]
+    return record.should_record_backprop(tensors)
+
+
 class _Segment:
     """One call of a function, and what its gradient needs."""
 
-    def __init__(self, fn, arguments: Structure):
+    def __init__(self, fn, arguments: Structure, keep_residuals=False):
         self._fn = fn
+        self._keep_residuals = keep_residuals
         self._arguments = arguments
         self._ambient = state.ambient()
         self._scopes = names.Scopes()
@@ -183,7 +195,8 @@ class _Segment:
         return results
 
     def _first_run(self, tensors):
-        args, kwargs = self._arguments.join(list(map(state.untracked, tensors)))
+        self._given = list(map(state.untracked, tensors))
+        args, kwargs = self._arguments.join(self._given)
         self._scopes = names.Scopes()
         before = len(_operations())
         with (
@@ -247,7 +260,7 @@ class _Segment:
         tensors = self._arguments.tensors
         values = [value for _, value in self._values]
         find = functools.partial(self._found, wanted)
-        if not _is_watched(known, tensors, values):
+        if not is_watched(known, tensors, values):
             return find(known, tensors, values)
 
         def find_dense(known, tensors, values):
@@ -264,12 +277,12 @@ class _Segment:
         self, wanted: list[int], known: list, tensors: list, values: list
     ) -> list:
         """The gradients, computed from what they depend on."""
-        tensors, of_variables = self._delayed(known, tensors, values)
+        tensors, delayed = self._delayed(known, tensors, values)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             inputs = [t for t in tensors if is_differentiable(t)]
             tape.watch([inputs, self._raw])
             trained = [variable for variable, _ in self._trained]
-            run = state.SecondRun(of_variables, trained, tape)
+            run = state.SecondRun(delayed, trained, tape)
             before = len(_operations())
             outputs = self._second_run(tensors, run)
             after = len(_operations())
@@ -277,15 +290,23 @@ class _Segment:
         sources = [inputs, run.watched, self._raw]
         found: Any = tape.gradient(outputs, sources, output_gradients=known)
         # Not what is differentiated: that would be needed as it was, too.
-        if not (dependencies.in_xla() or _is_watched(known, tensors, values)):
+        if not (dependencies.in_xla() or is_watched(known, tensors, values)):
             latest = broadcasts.once(_operations()[after:])
             found = tf.nest.map_structure(latest, found)
         of_inputs, of_values, of_raw = found
         of_variables = [*map(_sum, of_values), *of_raw]
         made = _operations()
-        # Not held back, as what they read would be.
-        with ordering.unordered():
-            readers = uses.shown(self._first, made[before:after], made[after:])
+        second, gradient = made[before:after], made[after:]
+        readers = []
+        if self._keep_residuals:
+            given = [*self._given, *_seeds(self._values)]
+            first = residuals.Run(self._first, given)
+            again = residuals.Run(second, [*tensors, *_seeds(delayed)])
+            residuals.keep(first, again, gradient)
+        else:
+            # Not held back, as what they read would be.
+            with ordering.unordered():
+                readers = uses.shown(self._first, second, gradient)
         of_inputs = dependencies.before(of_variables, of_inputs)
         # Nobody may want those of the inputs, such as that of a batch.
         found = dependencies.kept(readers, [*of_variables, *of_inputs])
@@ -301,11 +322,10 @@ class _Segment:
             for (variable, _), value in zip(self._values, values, strict=True)
         ]
         weights = [v for v in held if is_differentiable(v[1])]
-        # All that random numbers are made from.
         seeds = [v for v in held if not is_differentiable(v[1])]
         tensors, values = dependencies.after(
             gradients,
-            [*arguments, *(value for _, value in seeds)],
+            [*arguments, *_seeds(held)],
             [value for _, value in weights],
         )
         count = len(arguments)
@@ -348,10 +368,9 @@ def _as(run: int):
         _running.reset(token)
 
 
-def _is_watched(*groups: list) -> bool:
-    """Whether somebody differentiates what is computed from some tensors."""
-    tensors = [tensor for group in groups for tensor in group]
-    return record.should_record_backprop(tensors)
+def _seeds(values: list[tuple]) -> list[tf.Tensor]:
+    """Of variables' values, all that random numbers are made from."""
+    return [value for _, value in values if not is_differentiable(value)]
 
 
 def _sum(gradients: list):

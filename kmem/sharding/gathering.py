@@ -73,46 +73,100 @@ def without_values():
         _unknown.reset(token)
 
 
-def gather(
-    engine: Engine,
-    layouts: Sequence[Layout],
-    shards: Sequence[tf.Tensor],
-    name: str,
-    travel: Travel,
-    after: Sequence[tf.Tensor] = (),
-    fetched: "Fetched | None" = None,
-) -> list[tf.Tensor]:
-    """Makes whole arrays of every process's shards.
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """This process's shards of some weights.
 
     Args:
         engine: The processes.
-        layouts: How each array is cut.
-        shards: This process's shards.
-        name: What names the call in all processes.
+        layouts: How each weight is cut.
+        values: The shards.
+        name: What names the calls in all processes.
         travel: The dtypes to send.
-        after: Tensors to wait for, in a graph.
-        fetched: Where the shards are, if that is another device.
+        variables: What holds the shards, if that is on another device. They
+            are copied when they are to be sent: a value that was read before
+            would be copied at once, and be there, with all others, for the
+            whole step.
     """
-    if _unknown.get() and not tf.executing_eagerly():
+
+    engine: Engine
+    layouts: Sequence[Layout]
+    values: Sequence[tf.Tensor]
+    name: str
+    travel: Travel
+    variables: Sequence[tf.Variable] | None = None
+
+    def gather(
+        self,
+        after: Sequence[tf.Tensor] = (),
+        fetched: Sequence[tf.Tensor] | None = None,
+    ) -> list[tf.Tensor]:
+        """Makes whole weights of every process's shards.
+
+        Args:
+            after: Tensors to wait for, in a graph.
+            fetched: The whole weights, if `fetch` was called before.
+        """
+        if _unknown.get() and not tf.executing_eagerly():
+            return [
+                tf.fill(layout.shape, tf.constant(float("nan"), value.dtype))
+                for layout, value in zip(self.layouts, self.values, strict=True)
+            ]
+        wholes = self.fetch(after) if fetched is None else fetched
+
+        def linked(together):
+            return self._linked(together, [wholes[i] for i in together])
+
+        return _in_calls(self.layouts, self.values, linked)
+
+    def fetch(self, after: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
+        """Whole weights that know nothing of a gradient; see `gather`."""
+
+        def fetched(together):
+            with tf.control_dependencies(symbolic(after)):
+                values = self._read(together)
+                dtype = values[0].dtype
+                sent_dtype = self.travel.gather_dtype or dtype
+                sent = tf.cast(_joined(values), sent_dtype)
+                name = f"{self.name}/{together[0]}/gather"
+                rows = self.engine.gather(sent, name)
+            layouts = [self.layouts[i] for i in together]
+            return [
+                tf.cast(layout.whole(row), dtype)
+                for layout, row in zip(
+                    layouts, _split(rows, layouts, axis=1), strict=True
+                )
+            ]
+
+        return _in_calls(self.layouts, self.values, fetched)
+
+    def _read(self, positions: list[int]) -> list[tf.Tensor]:
+        if self.variables is None:
+            return [tf.stop_gradient(self.values[i]) for i in positions]
+        # By itself: it is the value given whose gradient is wanted.
         return [
-            tf.fill(layout.shape, tf.constant(float("nan"), shard.dtype))
-            for layout, shard in zip(layouts, shards, strict=True)
+            tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype)
+            for v in (self.variables[i] for i in positions)
         ]
-    wholes: dict[int, tf.Tensor] = {}
-    for together in _calls(layouts, shards):
-        call = _Call(
-            engine,
-            [layouts[i] for i in together],
-            f"{name}/{together[0]}",
-            travel,
-            _symbolic(after),
-            fetched.of(together) if fetched else None,
-        )
-        link: Any = tf.custom_gradient(call.gather)
-        found = link(*[shards[i] for i in together])
-        found = found if len(together) > 1 else [found]
-        wholes |= dict(zip(together, found, strict=True))
-    return [wholes[i] for i in range(len(shards))]
+
+    def _linked(
+        self, positions: list[int], wholes: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """The whole weights, whose gradients are those of the shards."""
+        layouts = [self.layouts[i] for i in positions]
+
+        def gradient(*gradients):
+            own = weight()
+            gradients = [_weighted(g, own) for g in gradients]
+            if not self.travel.reduces:
+                return gradients
+            name = f"{self.name}/{positions[0]}"
+            return _scattered(
+                self.engine, layouts, gradients, name, self.travel
+            )
+
+        link: Any = tf.custom_gradient(lambda *_: (wholes, gradient))
+        return link(*[self.values[i] for i in positions])
 
 
 def scatter(
@@ -123,88 +177,17 @@ def scatter(
     travel: Travel,
 ) -> list[tf.Tensor]:
     """Cuts the sums over the processes of whole gradients."""
-    shards: dict[int, tf.Tensor] = {}
-    for together in _calls(layouts, gradients):
-        found = _scattered(
+
+    def scattered(together):
+        return _scattered(
             engine,
             [layouts[i] for i in together],
             [gradients[i] for i in together],
             f"{name}/{together[0]}",
             travel,
         )
-        shards |= dict(zip(together, found, strict=True))
-    return [shards[i] for i in range(len(gradients))]
 
-
-@dataclasses.dataclass(frozen=True)
-class Fetched:
-    """Shards on another device, which are copied when they are to be read.
-
-    A value that was read before would be copied at once, and be there, with
-    all others, for the whole step.
-
-    Args:
-        variables: What holds the shards.
-        after: Tensors to wait for, in a graph.
-    """
-
-    variables: Sequence[tf.Variable]
-    after: Sequence[tf.Tensor]
-
-    def of(self, positions: Sequence[int]) -> "Fetched":
-        """Those of some of the shards."""
-        return Fetched([self.variables[i] for i in positions], self.after)
-
-    def read(self) -> list[tf.Tensor]:
-        """The shards' values."""
-        with tf.control_dependencies(_symbolic(self.after)):
-            # By itself: it is the value given whose gradient is wanted.
-            return [
-                tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype)
-                for v in self.variables
-            ]
-
-
-class _Call:
-    """Arrays of one dtype that travel together."""
-
-    def __init__(self, engine, layouts, name, travel, after, fetched):
-        self._engine = engine
-        self._layouts = layouts
-        self._name = name
-        self._travel = travel
-        self._after = after
-        self._fetched = fetched
-
-    def gather(self, *shards):
-        lengths = [layout.length for layout in self._layouts]
-        dtype = shards[0].dtype
-        if self._fetched is not None:
-            shards = self._fetched.read()
-        sent_dtype = self._travel.gather_dtype or dtype
-        with tf.control_dependencies(self._after):
-            sent = tf.cast(_joined(list(shards)), sent_dtype)
-            rows = self._engine.gather(sent, f"{self._name}/gather")
-        rows = [rows] if len(lengths) == 1 else tf.split(rows, lengths, axis=1)
-        wholes = [
-            tf.cast(layout.whole(row), dtype)
-            for layout, row in zip(self._layouts, rows, strict=True)
-        ]
-
-        def gradient(*gradients):
-            own = weight()
-            gradients = [_weighted(g, own) for g in gradients]
-            if not self._travel.reduces:
-                return gradients
-            return _scattered(
-                self._engine,
-                self._layouts,
-                gradients,
-                self._name,
-                self._travel,
-            )
-
-        return wholes if len(wholes) > 1 else wholes[0], gradient
+    return _in_calls(layouts, gradients, scattered)
 
 
 def _scattered(engine, layouts, gradients, name, travel) -> list[tf.Tensor]:
@@ -219,12 +202,10 @@ def _scattered(engine, layouts, gradients, name, travel) -> list[tf.Tensor]:
         travel.reduce_dtype or dtype,
     )
     shard = tf.cast(engine.reduce_scatter(sent, f"{name}/scatter"), dtype)
-    if len(layouts) == 1:
-        return [shard]
-    return tf.split(shard, [layout.length for layout in layouts])
+    return _split(shard, layouts, axis=0)
 
 
-def _symbolic(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def symbolic(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Those of the graph that is traced."""
     return [
         t
@@ -242,6 +223,19 @@ def _weighted(gradient, own):
 
 def _joined(tensors: list[tf.Tensor]) -> tf.Tensor:
     return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis=-1)
+
+
+def _split(joined: tf.Tensor, layouts, axis: int) -> list[tf.Tensor]:
+    lengths = [layout.length for layout in layouts]
+    return tf.split(joined, lengths, axis) if len(lengths) > 1 else [joined]
+
+
+def _in_calls(layouts, tensors, deed: Callable) -> list[tf.Tensor]:
+    """What a deed finds for the positions of each call, in their order."""
+    found: dict[int, tf.Tensor] = {}
+    for together in _calls(layouts, tensors):
+        found |= dict(zip(together, deed(together), strict=True))
+    return [found[i] for i in range(len(tensors))]
 
 
 def _calls(layouts, tensors) -> list[list[int]]:

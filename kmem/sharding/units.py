@@ -3,12 +3,8 @@
 A unit is a layer of Keras's own, with all that is in it, or a layer that is
 named. Its call gathers the weights, runs, and forgets them. In the stage
 "gradients" the backward pass still has them; in the stage "full" it gathers
-them again and runs the layer's forward pass again (kmem/remat), unless a plan
-says what runs again, which contains the gathering then.
-
-A forward pass gathers weights while the unit before runs, so that no unit has
-to wait for its own. A backward pass, whose gradients need more memory, does
-not.
+them again, and makes again what the layer makes of them alone (kmem/remat),
+unless a plan says what runs again, which contains the gathering then.
 
 Weights that no unit has, such as those that a model of one's own keeps itself,
 are gathered where they are read, and kept for the backward pass.
@@ -26,20 +22,10 @@ from kmem.capture import all_layers
 from kmem.capture import attribute
 from kmem.capture import children
 from kmem.sharding import gathering
+from kmem.sharding.turns import Line
+from kmem.sharding.turns import Turn
 from kmem.sharding.variables import ShardedVariable
 from kmem.sharding.variables import prepared
-
-
-class Line:
-    """Units in the order in which they run, forward and then backward."""
-
-    def __init__(self):
-        self._inputs: list[tf.Tensor] = []
-
-    def next(self, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The inputs of the unit before this one; its own of the first."""
-        before, self._inputs = self._inputs or inputs, inputs
-        return before
 
 
 class Unit:
@@ -81,9 +67,10 @@ class Unit:
     def _run(self, *args, **kwargs) -> Any:
         regularized = self._regularized()
         penalties = [v.regularizer.plain for v in regularized]
+        turn = None
 
         def run(*args, **kwargs):
-            with self._gathered((args, kwargs)):
+            with self._gathered((args, kwargs), turn):
                 result = self._call(*args, **kwargs)
                 # While the weights are there.
                 return result, [
@@ -96,8 +83,9 @@ class Unit:
         run.__name__ = self.layer.name
         # What runs within a plan's segment is seen there only.
         within = remat.is_running()
-        if not (self._keeps or within):
-            run = remat.recompute(run, check=False)
+        if not (self._keeps or within) and self._is_watched(args, kwargs):
+            turn = self._line.turn()
+            run = remat.recompute(run, check=False, keep_residuals=True)
         result, found = run(*args, **kwargs)
         if not within:
             known = zip(map(id, regularized), found, strict=True)
@@ -121,6 +109,12 @@ class Unit:
             if variable.trainable and variable.regularizer is not None
         ]
 
+    def _is_watched(self, *arguments) -> bool:
+        """Whether there will be a gradient that needs the weights."""
+        tensors = tf.nest.flatten(arguments, expand_composites=True)
+        tensors = [tensor for tensor in tensors if tf.is_tensor(tensor)]
+        return bool(self.layer.trainable_weights) or remat.is_watched(tensors)
+
     def _sharded(self) -> list[ShardedVariable]:
         return [
             variable
@@ -128,26 +122,24 @@ class Unit:
             if type(variable) is ShardedVariable
         ]
 
-    def _gathered(self, arguments):
+    def _gathered(self, arguments, turn: Turn | None):
         variables = self._sharded()
         if not variables:
             return contextlib.nullcontext()
-        shards = [variable.shard for variable in variables]
-        inputs = tf.nest.flatten(arguments, expand_composites=True)
-        before = self._line.next(inputs)
-        fetched = None
-        if shards[0].home is not None:
-            fetched = gathering.Fetched([s.variable for s in shards], before)
-        wholes = gathering.gather(
-            shards[0].engine,
-            [shard.layout for shard in shards],
-            [shard.value for shard in shards],
+        own = [variable.shard for variable in variables]
+        away = own[0].home is not None
+        shards = gathering.Shards(
+            own[0].engine,
+            [shard.layout for shard in own],
+            [shard.value for shard in own],
             self._name,
-            shards[0].travel,
-            inputs if remat.is_repeating() else before,
-            fetched,
+            own[0].travel,
+            [shard.variable for shard in own] if away else None,
         )
-        return prepared(variables, wholes)
+        inputs = tf.nest.flatten(arguments, expand_composites=True)
+        after = inputs if remat.is_repeating() else self._line.next(inputs)
+        gather = turn.gather if turn else gathering.Shards.gather
+        return prepared(variables, gather(shards, after))
 
 
 def find(model, names: tuple[str, ...] | None) -> list[keras.layers.Layer]:

@@ -122,9 +122,9 @@ class Shard:
         """The whole array, in its own dtype. All processes have to call it."""
         travel = dataclasses.replace(self.travel, gather_dtype=None)
         try:
-            (whole,) = gathering.gather(
+            (whole,) = gathering.Shards(
                 self.engine, [self.layout], [self.value], self.name, travel
-            )
+            ).gather()
         except tf.errors.DeadlineExceededError as error:
             raise RuntimeError(
                 "A variable that is in shards must be read by all processes "
@@ -351,13 +351,13 @@ def updated(
     if not mirrored:
         return
     shards = [variable.shard for variable in mirrored]
-    wholes = gathering.gather(
+    wholes = gathering.Shards(
         shards[0].engine,
         [each.layout for each in shards],
         [tf.convert_to_tensor(each.variable) for each in shards],
         name,
         shards[0].travel,
-    )
+    ).fetch()
     for variable, whole in zip(mirrored, wholes, strict=True):
         _whole(variable).assign(whole)
         if not variable.holds_shard:

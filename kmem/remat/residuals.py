@@ -1,0 +1,74 @@
+"""Lets a second run make again what it makes of variables alone.
+
+Sharded training gathers weights again for a backward pass, and need not run a
+layer again for that: what the first run made of its arguments is kept, as in
+plain training.
+"""
+
+import dataclasses
+
+import tensorflow as tf
+
+_COPIES = ("Identity", "IdentityN", "StopGradient")
+# What only one of the two runs may have: how it reads what is outside of it.
+_PASSED_ON = (*_COPIES, "NoOp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One of the two runs of a function.
+
+    Args:
+        ops: Its operations.
+        given: What it starts from, but for variables.
+    """
+
+    ops: list[tf.Operation]
+    given: list[tf.Tensor]
+
+    def computed(self) -> list[tf.Operation]:
+        """What is computed from what was given, without copies."""
+        depends = {tensor.ref() for tensor in self.given}
+        found = []
+        for op in self.ops:
+            if any(tensor.ref() in depends for tensor in op.inputs):
+                depends |= {tensor.ref() for tensor in op.outputs}
+                found.append(op)
+        return [op for op in found if op.type not in _PASSED_ON]
+
+
+def keep(first: Run, second: Run, gradient: list[tf.Operation]) -> None:
+    """Lets a gradient read what the first run has computed from what it was
+    given; what nobody reads in the second run then is not run.
+
+    Where the two are not alike, such as a loop, which has more results once
+    it is differentiated, the second run stays.
+
+    Args:
+        first: The first run.
+        second: The second one.
+        gradient: The operations of its gradient.
+    """
+    ops, again = first.computed(), second.computed()
+    if [op.type for op in ops] != [op.type for op in again]:
+        return
+    kept = {
+        repeated.ref(): output
+        for one, other in zip(ops, again, strict=True)
+        for output, repeated in zip(one.outputs, other.outputs, strict=False)
+    }
+    for op in gradient:
+        for index, tensor in enumerate(op.inputs):
+            output = kept.get(_source(tensor).ref())
+            if output is not None:
+                # Private in TensorFlow, which has no public way to say what a
+                # gradient reads. tests/test_sharding_units.py fails if it
+                # moves.
+                op._update_input(index, output)
+
+
+def _source(tensor: tf.Tensor) -> tf.Tensor:
+    """What a tensor is a copy of."""
+    while tensor.op.type in _COPIES:
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor
