@@ -13,21 +13,17 @@ DEPTH = 4
 
 
 class _Noting(Engine):
-    """Notes the operations that send, and what gatherings wait for."""
+    """Notes the operations that gather, and what they wait for."""
 
     def __init__(self):
         super().__init__()
-        self.gathered, self.waited, self.scattered = [], [], []
+        self.gathered, self.waited = [], []
 
     def gather(self, tensor, name):
         self.waited.append([op.name for op in tf.no_op().control_inputs])
         gathered = super().gather(tensor, name)
         self.gathered.append(gathered.op)
         return gathered
-
-    def reduce_scatter(self, tensor, name):
-        self.scattered.append(tensor.op)
-        return super().reduce_scatter(tensor, name)
 
 
 def cut(weights):
@@ -84,22 +80,6 @@ def test_a_forward_pass_gathers_weights_while_the_unit_before_runs():
     run.get_concrete_function(tf.TensorSpec((2, 3)))
     before = [outputs[0], *outputs]
     assert engine.waited == [[name] for name in before[:DEPTH]]
-
-
-def test_a_backward_pass_gathers_weights_while_the_unit_behind_runs():
-    model = chain()
-    engine = cut(model.weights)
-
-    trained(model)
-
-    again = engine.gathered[DEPTH:]
-    assert len(again) == DEPTH
-    # From the last unit to the first one, which memory has no room for.
-    last, third, second, first = map(ancestors, again)
-    in_last, in_third, in_second, in_first = engine.scattered
-    assert in_last not in last | third
-    assert in_last in second and in_third not in second
-    assert in_second in first and in_first not in first
 
 
 @pytest.mark.parametrize(

@@ -298,15 +298,14 @@ class _Segment:
         made = _operations()
         second, gradient = made[before:after], made[after:]
         readers = []
-        if self._keep_residuals:
-            given = [*self._given, *_seeds(self._values)]
-            first = residuals.Run(self._first, given)
-            again = residuals.Run(second, [*tensors, *_seeds(delayed)])
-            residuals.keep(first, again, gradient)
-        else:
+        if not self._keep_residuals:
             # Not held back, as what they read would be.
             with ordering.unordered():
                 readers = uses.shown(self._first, second, gradient)
+        elif gradient:
+            given = [*self._given, *_seeds(self._values)]
+            again = residuals.Run(second, [*tensors, *_seeds(delayed)])
+            residuals.keep(residuals.Run(self._first, given), again, gradient)
         of_inputs = dependencies.before(of_variables, of_inputs)
         # Nobody may want those of the inputs, such as that of a batch.
         found = dependencies.kept(readers, [*of_variables, *of_inputs])

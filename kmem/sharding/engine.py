@@ -42,6 +42,10 @@ _HEARTBEAT_SECONDS = 10
 _TIMEOUT = "KMEM_TIMEOUT_SECONDS"
 _TIMEOUT_SECONDS = 600.0
 
+# How much is sent of a gradient at a time: TensorFlow lets go of what it has
+# sent and got only some time after that has arrived.
+_PIECE_BYTES = 2**22
+
 # How dtypes travel that the runtime does not take.
 _SAME_BITS = {
     tf.bfloat16: tf.float16,
@@ -144,6 +148,17 @@ class _Group(Engine):
                 final_op="Id",
             )
             return tf.ensure_shape(flat, tensor.shape[1:])
+        width = _PIECE_BYTES // (tensor.dtype.size * self.size)
+        sums: list[tf.Tensor] = []
+        for number, start in enumerate(range(0, tensor.shape[1], width)):
+            # In a graph all pieces would be cut out at once.
+            with tf.control_dependencies(sums[-1:]):
+                piece = tensor[:, start : start + width]
+            sums.append(self._exchanged(piece, f"{name}/{number}"))
+        return sums[0] if len(sums) == 1 else tf.concat(sums, axis=0)
+
+    def _exchanged(self, tensor, name):
+        """The sum of the rows that are this one's."""
         sent, received = _coded(tensor)
         rows = received(
             self._call(gen_collective_ops.collective_all_to_all_v2, sent, name)

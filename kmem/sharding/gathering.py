@@ -96,23 +96,18 @@ class Shards:
     travel: Travel
     variables: Sequence[tf.Variable] | None = None
 
-    def gather(
-        self,
-        after: Sequence[tf.Tensor] = (),
-        fetched: Sequence[tf.Tensor] | None = None,
-    ) -> list[tf.Tensor]:
+    def gather(self, after: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
         """Makes whole weights of every process's shards.
 
         Args:
             after: Tensors to wait for, in a graph.
-            fetched: The whole weights, if `fetch` was called before.
         """
         if _unknown.get() and not tf.executing_eagerly():
             return [
                 tf.fill(layout.shape, tf.constant(float("nan"), value.dtype))
                 for layout, value in zip(self.layouts, self.values, strict=True)
             ]
-        wholes = self.fetch(after) if fetched is None else fetched
+        wholes = self.fetch(after)
 
         def linked(together):
             return self._linked(together, [wholes[i] for i in together])
@@ -120,10 +115,10 @@ class Shards:
         return _in_calls(self.layouts, self.values, linked)
 
     def fetch(self, after: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
-        """Whole weights that know nothing of a gradient; see `gather`."""
+        """The same, without a gradient."""
 
         def fetched(together):
-            with tf.control_dependencies(symbolic(after)):
+            with tf.control_dependencies(_symbolic(after)):
                 values = self._read(together)
                 dtype = values[0].dtype
                 sent_dtype = self.travel.gather_dtype or dtype
@@ -205,7 +200,7 @@ def _scattered(engine, layouts, gradients, name, travel) -> list[tf.Tensor]:
     return _split(shard, layouts, axis=0)
 
 
-def symbolic(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _symbolic(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Those of the graph that is traced."""
     return [
         t

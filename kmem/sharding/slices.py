@@ -177,6 +177,7 @@ class Slices(Alone):
         """The sums of small tensors, in one call."""
         if not tensors or self._engine.size == 1:
             return tensors
+        tensors = list(map(tf.convert_to_tensor, tensors))
         flat = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in tensors]
         total = self._engine.all_reduce(tf.concat(flat, axis=0), name)
         totals = tf.split(total, [np.prod(t.shape, dtype=int) for t in tensors])

@@ -1,7 +1,8 @@
 """A model's training in shards: begun, and ended again.
 
 While it lasts the model's weights, frozen ones too, and the optimizer's
-variables are shards; scalars, and what layers assign themselves, stay whole.
+variables are shards. Scalars, what layers assign themselves, and the smallest
+weights stay whole: to gather a bias takes about as long as to gather a kernel.
 When it ends they are gathered, one after another, and every process has the
 whole model.
 
@@ -11,6 +12,8 @@ They take as long as in one process.
 """
 
 import contextlib
+import itertools
+import math
 from collections.abc import Callable
 from collections.abc import Iterator
 
@@ -31,6 +34,9 @@ from kmem.sharding.gathering import Travel
 from kmem.sharding.slices import Slices
 from kmem.sharding.variables import MirroredVariable
 from kmem.sharding.variables import ShardedVariable
+
+# Of what a process holds, what may be whole.
+_WHOLE = 0.005
 
 
 class ShardedTraining:
@@ -59,6 +65,7 @@ class ShardedTraining:
         self._engine = engine()
         self._home = self._engine.host if option.cpu_offload else None
         self._units = units.find(model, option.units)
+        self._most_whole = _most_whole(_weights(model), self._engine.size)
         self._during = contextlib.ExitStack()
         self._travel = Travel(
             option.gather_dtype,
@@ -73,7 +80,7 @@ class ShardedTraining:
         make_whole(self._model)
         seeds.agree(self._engine)
         mirrored = self._option.stage == "optimizer"
-        weights = _weights(self._model)
+        weights = self._cut(_weights(self._model))
         for number, variable in enumerate(weights):
             if not isinstance(variable, ShardedVariable):
                 name = f"weight {number}"
@@ -88,7 +95,8 @@ class ShardedTraining:
             variable.shard.travel = self._travel
             variable.shard.local.trainable = variable.trainable
         self._shard_optimizer()
-        known = {id(v) for v in (*weights, *_slots(self._optimizer))}
+        slots = self._cut(self._optimizer.variables)
+        known = {id(v) for v in (*weights, *slots)}
         rest = [*self._model.variables, *self._optimizer.variables]
         for number, variable in enumerate(rest):
             if id(variable) not in known:
@@ -133,15 +141,20 @@ class ShardedTraining:
         """Within, the optimizer is given shards."""
         apply = self._optimizer.apply
 
-        def apply_to_shards(grads, *args, **kwargs):
+        def apply_to_shards(grads, trainable_variables=None):
             grads = list(grads)
-            known = [g for g in grads if g is not None]
-            with self._updated(known):
-                apply(grads, *args, **kwargs)
+            weights = trainable_variables or self._model.trainable_variables
+            pairs = zip(grads, weights, strict=True)
+            known = [(g, v) for g, v in pairs if g is not None]
+            are_cut = [isinstance(v, ShardedVariable) for _, v in known]
+            with (
+                updating.of_all(self._optimizer, self._engine, are_cut),
+                self._updated([g for g, _ in known]),
+            ):
+                apply(grads, trainable_variables)
 
         with (
             variables.as_shards(),
-            updating.of_all(self._optimizer, self._engine),
             attribute(self._optimizer, "apply", apply_to_shards),
             self._at_home(),
         ):
@@ -171,10 +184,19 @@ class ShardedTraining:
 
         return attribute(optimizer, "finalize_variable_values", finalize_shards)
 
+    def _cut(self, variables: list) -> list:
+        """Those that are shards while the model is trained."""
+        return [
+            variable
+            for variable in variables
+            if isinstance(variable, ShardedVariable)
+            or math.prod(variable.shape) > self._most_whole
+        ]
+
     def _shard_optimizer(self) -> None:
         optimizer = self._optimizer
         if optimizer.built:
-            for number, variable in enumerate(_slots(optimizer)):
+            for number, variable in enumerate(self._cut(optimizer.variables)):
                 if not isinstance(variable, ShardedVariable):
                     name = f"slot {number}"
                     variables.shard(
@@ -208,7 +230,7 @@ def make_whole(model: keras.Model) -> None:
     Nothing, before the next `fit`, unless an error ended that one.
     """
     optimizer = getattr(model, "optimizer", None)
-    slots = _slots(optimizer) if optimizer else []
+    slots = optimizer.variables if optimizer else []
     for variable in (*slots, *_weights(model)):
         if isinstance(variable, ShardedVariable) and not variable.shard.stays:
             variables.restore(variable)
@@ -243,12 +265,8 @@ def stored(variables: list) -> list:
     return found
 
 
-def _slots(optimizer) -> list:
-    return [v for v in optimizer.variables if len(v.shape)]
-
-
 def _weights(model) -> list:
-    """The weights of layers, frozen ones too, that have a dimension.
+    """The weights of layers, frozen ones too.
 
     `_trainable_variables` is private in Keras: the weights of a layer itself,
     whether it is frozen or not. tests/test_sharding.py fails if it moves.
@@ -257,6 +275,24 @@ def _weights(model) -> list:
         id(variable): variable
         for layer in all_layers(model)
         for variable in layer._trainable_variables
-        if len(variable.shape)
     }
     return list(found.values())
+
+
+def _most_whole(weights: list, size: int) -> int:
+    """The number of elements up to which arrays stay whole in each process.
+
+    They are half a percent of a shard, together, at the most; slots have the
+    shapes of weights. What was built in shards stays in them.
+    """
+    whole = [v for v in weights if not isinstance(v, ShardedVariable)]
+    if len(whole) < len(weights):
+        return 1
+    counts = sorted(math.prod(v.shape) for v in weights)
+    most, total = 1, 0
+    for count, same in itertools.groupby(counts):
+        total += sum(same)
+        if total > _WHOLE * sum(counts) / size:
+            break
+        most = max(most, count)
+    return most

@@ -6,6 +6,10 @@ named. Its call gathers the weights, runs, and forgets them. In the stage
 them again, and makes again what the layer makes of them alone (kmem/remat),
 unless a plan says what runs again, which contains the gathering then.
 
+A forward pass gathers weights while the unit before runs, so that no unit has
+to wait for its own. A backward pass, whose gradients need more memory, does
+not.
+
 Weights that no unit has, such as those that a model of one's own keeps itself,
 are gathered where they are read, and kept for the backward pass.
 """
@@ -22,10 +26,20 @@ from kmem.capture import all_layers
 from kmem.capture import attribute
 from kmem.capture import children
 from kmem.sharding import gathering
-from kmem.sharding.turns import Line
-from kmem.sharding.turns import Turn
 from kmem.sharding.variables import ShardedVariable
 from kmem.sharding.variables import prepared
+
+
+class Line:
+    """Units in the order in which they run, forward and then backward."""
+
+    def __init__(self):
+        self._inputs: list[tf.Tensor] = []
+
+    def next(self, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+        """The inputs of the unit before this one; its own of the first."""
+        before, self._inputs = self._inputs or inputs, inputs
+        return before
 
 
 class Unit:
@@ -67,10 +81,9 @@ class Unit:
     def _run(self, *args, **kwargs) -> Any:
         regularized = self._regularized()
         penalties = [v.regularizer.plain for v in regularized]
-        turn = None
 
         def run(*args, **kwargs):
-            with self._gathered((args, kwargs), turn):
+            with self._gathered((args, kwargs)):
                 result = self._call(*args, **kwargs)
                 # While the weights are there.
                 return result, [
@@ -84,7 +97,6 @@ class Unit:
         # What runs within a plan's segment is seen there only.
         within = remat.is_running()
         if not (self._keeps or within) and self._is_watched(args, kwargs):
-            turn = self._line.turn()
             run = remat.recompute(run, check=False, keep_residuals=True)
         result, found = run(*args, **kwargs)
         if not within:
@@ -122,7 +134,7 @@ class Unit:
             if type(variable) is ShardedVariable
         ]
 
-    def _gathered(self, arguments, turn: Turn | None):
+    def _gathered(self, arguments):
         variables = self._sharded()
         if not variables:
             return contextlib.nullcontext()
@@ -138,8 +150,7 @@ class Unit:
         )
         inputs = tf.nest.flatten(arguments, expand_composites=True)
         after = inputs if remat.is_repeating() else self._line.next(inputs)
-        gather = turn.gather if turn else gathering.Shards.gather
-        return prepared(variables, gather(shards, after))
+        return prepared(variables, shards.gather(after))
 
 
 def find(model, names: tuple[str, ...] | None) -> list[keras.layers.Layer]:

@@ -17,7 +17,7 @@ from kmem.sharding.engine import Engine
 
 
 @contextlib.contextmanager
-def of_all(optimizer, engine: Engine) -> Iterator[None]:
+def of_all(optimizer, engine: Engine, are_cut: list[bool]) -> Iterator[None]:
     """Lets an optimizer clip, and look for infinities, over all processes.
 
     `_clip_gradients` is private in Keras; tests/test_sharding.py fails if it
@@ -26,6 +26,7 @@ def of_all(optimizer, engine: Engine) -> Iterator[None]:
     Args:
         optimizer: The optimizer, which is given shards.
         engine: The processes.
+        are_cut: Of the gradients that are not `None`, which are shards'.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     plain_clip = inner._clip_gradients
@@ -35,9 +36,9 @@ def of_all(optimizer, engine: Engine) -> Iterator[None]:
             return plain_clip(gradients)
         known = [g for g in gradients if g is not None]
         squares = [
-            # A scalar is whole in every process.
-            tf.reduce_sum(tf.square(g)) / (1 if len(g.shape) else engine.size)
-            for g in known
+            # What is whole is in every process.
+            tf.reduce_sum(tf.square(g)) / (1 if is_cut else engine.size)
+            for g, is_cut in zip(known, are_cut, strict=True)
         ]
         squares = engine.all_reduce(tf.stack(squares), "norms")
         if inner.clipnorm:
