@@ -6,6 +6,9 @@ from kmem.sharding.engine import engine
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 
+# No multiple of what is sent at a time.
+LARGE = 2**20 + 3
+
 
 def main():
     group = engine()
@@ -27,6 +30,12 @@ def main():
         for mode in (collectives, tf.function(collectives)):
             found = [tf.cast(t, tf.float64).numpy().tolist() for t in mode()]
             results.setdefault(dtype, []).append(found)
+    large = tf.range(LARGE) % 7 + 10 * group.rank
+    rows = tf.cast([large + rank for rank in range(group.size)], "float32")
+    results["large"] = [
+        scatter(rows, "large").numpy()
+        for scatter in (group.reduce_scatter, tf.function(group.reduce_scatter))
+    ]
     for dtype in ("float32", "bfloat16", "bool", "uint32", "int8"):
         sent = group.broadcast(tf.cast([1, group.rank], dtype), "state")
         results[f"broadcast {dtype}"] = tf.cast(sent, tf.int32).numpy().tolist()

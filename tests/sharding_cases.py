@@ -94,6 +94,29 @@ def own_model():
     return model, regression()
 
 
+def _wide(inputs, outputs, optimizer):
+    """Weights that stay whole beside a large one."""
+    outputs += layers.Dense(2, bias_regularizer="l2")(inputs)
+    model = keras.Model(inputs, outputs)
+    model.compile(optimizer, "mse", metrics=["mae"])
+    x = rng().normal(size=(NUM_ROWS, 3000)).astype(keras.config.floatx())
+    return model, {"x": x, "y": x[:, :2]}
+
+
+def wide():
+    optimizer = keras.optimizers.AdamW(1e-2, global_clipnorm=0.1)
+    inputs = keras.Input((3000,))
+    return _wide(inputs, inputs[:, :2], optimizer)
+
+
+def wide_lookup():
+    """As in `transformer`, not with Adam."""
+    inputs = keras.Input((3000,))
+    signs = keras.ops.cast(inputs[:, 0] > 0, "int32")
+    outputs = layers.Embedding(2, 2)(signs)
+    return _wide(inputs, outputs, keras.optimizers.SGD(1e-3))
+
+
 def everything():
     """What an optimizer can do besides, all at once."""
     optimizer = keras.optimizers.AdamW(
@@ -114,5 +137,7 @@ SHARDED = {
     "transformer": transformer,
     "recurrent": recurrent,
     "own_model": own_model,
+    "wide": wide,
+    "wide_lookup": wide_lookup,
     "everything": everything,
 }

@@ -35,6 +35,8 @@ TWO = {
     for stage in ("gradients", "optimizer")
 } | {
     "everything": ("everything", {"sharding": "full"}),
+    "whole weights": ("wide", {"sharding": "full"}),
+    "whole lookup": ("wide_lookup", {"sharding": "full"}),
     "microbatches": (
         "masked_regularized",
         {"sharding": "full", "microbatches": 3},

@@ -35,6 +35,14 @@ def test_collectives_of_every_dtype(results, dtype, mode):
         np.testing.assert_array_equal(highest, own[-1])
 
 
+def test_a_large_array_is_sent_in_pieces(results):
+    row = np.arange(collectives.LARGE) % 7
+    for rank, result in enumerate(results):
+        for scattered in result["large"]:
+            want = SIZE * (row + rank) + 10 * sum(range(SIZE))
+            np.testing.assert_array_equal(scattered, want)
+
+
 def test_all_are_given_what_the_first_process_has(results):
     for result in results:
         for name, value in result.items():

@@ -7,6 +7,7 @@ import cases
 import keras
 import numpy as np
 import pytest
+import sharding_cases
 import tensorflow as tf
 from reference import relative_error
 from reference import state
@@ -118,6 +119,22 @@ def test_a_callback_trains_in_shards():
 
     assert {type(v) for v in model.weights} == {keras.Variable}
     assert relative_error(state(model), state(other)) < 1e-6
+
+
+class _Cut(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        found = (*self.model.weights, *self.model.optimizer.variables)
+        self.cut = [v for v in found if isinstance(v, ShardedVariable)]
+
+
+def test_the_smallest_weights_stay_whole():
+    model, arguments = sharding_cases.wide()
+    callback = _Cut()
+
+    fit(model, arguments, callbacks=[callback])
+
+    # A kernel, and Adam's two variables of it.
+    assert [v.shape for v in callback.cut] == 3 * [(3000, 2)]
 
 
 def test_named_layers_are_gathered_as_one():

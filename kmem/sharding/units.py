@@ -96,7 +96,7 @@ class Unit:
         run.__name__ = self.layer.name
         # What runs within a plan's segment is seen there only.
         within = remat.is_running()
-        if not (self._keeps or within) and self._is_watched(args, kwargs):
+        if not (self._keeps or within) and self._gathers_again(args, kwargs):
             run = remat.recompute(run, check=False, keep_residuals=True)
         result, found = run(*args, **kwargs)
         if not within:
@@ -121,11 +121,14 @@ class Unit:
             if variable.trainable and variable.regularizer is not None
         ]
 
-    def _is_watched(self, *arguments) -> bool:
-        """Whether there will be a gradient that needs the weights."""
+    def _gathers_again(self, *arguments) -> bool:
+        """Whether there are weights that a gradient will need."""
         tensors = tf.nest.flatten(arguments, expand_composites=True)
         tensors = [tensor for tensor in tensors if tf.is_tensor(tensor)]
-        return bool(self.layer.trainable_weights) or remat.is_watched(tensors)
+        sharded = self._sharded()
+        return any(v.trainable for v in sharded) or (
+            bool(sharded) and remat.is_watched(tensors)
+        )
 
     def _sharded(self) -> list[ShardedVariable]:
         return [
