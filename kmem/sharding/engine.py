@@ -148,9 +148,10 @@ class _Group(Engine):
                 final_op="Id",
             )
             return tf.ensure_shape(flat, tensor.shape[1:])
+        length: Any = tensor.shape[1]
         width = _PIECE_BYTES // (tensor.dtype.size * self.size)
         sums: list[tf.Tensor] = []
-        for number, start in enumerate(range(0, tensor.shape[1], width)):
+        for number, start in enumerate(range(0, length, width)):
             # In a graph all pieces would be cut out at once.
             with tf.control_dependencies(sums[-1:]):
                 piece = tensor[:, start : start + width]
