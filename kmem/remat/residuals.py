@@ -9,9 +9,7 @@ import dataclasses
 
 import tensorflow as tf
 
-_COPIES = ("Identity", "IdentityN", "StopGradient")
-# What only one of the two runs may have: how it reads what is outside of it.
-_PASSED_ON = (*_COPIES, "NoOp")
+from kmem.remat import uses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +25,14 @@ class Run:
     given: list[tf.Tensor]
 
     def computed(self) -> list[tf.Operation]:
-        """What is computed from what was given, without copies."""
+        """What is computed from what was given."""
         depends = {tensor.ref() for tensor in self.given}
         found = []
         for op in self.ops:
             if any(tensor.ref() in depends for tensor in op.inputs):
                 depends |= {tensor.ref() for tensor in op.outputs}
                 found.append(op)
-        return [op for op in found if op.type not in _PASSED_ON]
+        return found
 
 
 def keep(first: Run, second: Run, gradient: list[tf.Operation]) -> None:
@@ -49,12 +47,9 @@ def keep(first: Run, second: Run, gradient: list[tf.Operation]) -> None:
         second: The second one.
         gradient: The operations of its gradient.
     """
-    ops, again = first.computed(), second.computed()
-    if [op.type for op in ops] != [op.type for op in again]:
-        return
     kept = {
         repeated.ref(): output
-        for one, other in zip(ops, again, strict=True)
+        for one, other in uses.pairs(first.computed(), second.computed())
         for output, repeated in zip(one.outputs, other.outputs, strict=False)
     }
     for op in gradient:
@@ -69,6 +64,6 @@ def keep(first: Run, second: Run, gradient: list[tf.Operation]) -> None:
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:
     """What a tensor is a copy of."""
-    while tensor.op.type in _COPIES:
+    while tensor.op.type in uses.COPIES:
         tensor = tensor.op.inputs[tensor.value_index]
     return tensor

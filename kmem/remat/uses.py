@@ -44,8 +44,8 @@ _PASSED_ON = (
     "StopGradient",
 )
 
-_COPIES = frozenset({"Identity", "IdentityN", "StopGradient"})
-_SAME_MEMORY = _COPIES | {"ExpandDims", "Reshape", "Squeeze"}
+COPIES = frozenset({"Identity", "IdentityN", "StopGradient"})
+_SAME_MEMORY = COPIES | {"ExpandDims", "Reshape", "Squeeze"}
 _OF_SHAPE = ("Rank", "Shape", "ShapeN", "Size")
 
 # For each graph the name of a tensor, and that of its second copy.
@@ -71,22 +71,19 @@ def shown(first: list, second: list, gradient: list) -> list[tf.Operation]:
     for op in reversed(second):
         if any(needed.intersection(t.consumers()) for t in op.outputs):
             needed.add(op)
-    first = [op for op in first if op.type not in _PASSED_ON]
-    second = [op for op in second if op.type not in _PASSED_ON]
-    if [op.type for op in first] != [op.type for op in second]:
-        return []
-    graphs = {op.graph for op in (*first, *second)}
+    both = pairs(first, second)
+    graphs = {op.graph for pair in both for op in pair}
     if len(graphs) != 1:
         return []
     readers = []
     repeated = _repeated.setdefault(graphs.pop(), {})
-    for one, other in zip(first, second, strict=True):
+    for one, other in both:
         # A loop that is differentiated has more results than one that is not.
         for output, again in zip(one.outputs, other.outputs, strict=False):
             repeated[output.name] = again.name
             uses = output.consumers()
             uses_again = needed.intersection(again.consumers())
-            plain = {names.of_first(op) for op in _readers(output, _COPIES)}
+            plain = {names.of_first(op) for op in _readers(output, COPIES)}
             if len(plain) < 2:
                 continue
             sums = _sums(output, backward)
@@ -95,6 +92,18 @@ def shown(first: list, second: list, gradient: list) -> list[tf.Operation]:
             if _may_be_joined(list(uses_again)):
                 readers.append(_reader(again, []))
     return readers
+
+
+def pairs(
+    first: list[tf.Operation], second: list[tf.Operation]
+) -> list[tuple[tf.Operation, tf.Operation]]:
+    """Each operation of a first run with that of the second run which repeats
+    it; none, if the two are not alike."""
+    first = [op for op in first if op.type not in _PASSED_ON]
+    second = [op for op in second if op.type not in _PASSED_ON]
+    if [op.type for op in first] != [op.type for op in second]:
+        return []
+    return list(zip(first, second, strict=True))
 
 
 def _may_be_joined(uses: list[tf.Operation]) -> bool:
@@ -110,7 +119,7 @@ def _sums(tensor: tf.Tensor, backward: set[tf.Operation]) -> list[tf.Tensor]:
     """The sums of three of what the backward pass reads as well."""
     if backward.isdisjoint(_readers(tensor, _SAME_MEMORY)):
         return []
-    readers = _readers(tensor, _COPIES, later=False)
+    readers = _readers(tensor, COPIES, later=False)
     sums = map(joining.sum_of_three, readers)
     return [op.outputs[0] for op in sums if op is not None]
 

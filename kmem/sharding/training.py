@@ -285,8 +285,7 @@ def _most_whole(weights: list, size: int) -> int:
     They are half a percent of a shard, together, at the most; slots have the
     shapes of weights. What was built in shards stays in them.
     """
-    whole = [v for v in weights if not isinstance(v, ShardedVariable)]
-    if len(whole) < len(weights):
+    if any(isinstance(v, ShardedVariable) for v in weights):
         return 1
     counts = sorted(math.prod(v.shape) for v in weights)
     most, total = 1, 0
