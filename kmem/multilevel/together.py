@@ -23,11 +23,11 @@ from kmem.options import Sharding
 from kmem.parts import num_rows
 from kmem.processes import Alone
 from kmem.processes import Slice
-from kmem.sharding import gathering
 from kmem.sharding import refusals
 from kmem.sharding import training
 from kmem.sharding import variables as shards
 from kmem.sharding.engine import engine
+from kmem.sharding.shard import gathered
 from kmem.sharding.slices import Slices
 from kmem.sharding.training import ShardedTraining
 from kmem.sharding.variables import ShardedVariable
@@ -121,13 +121,7 @@ class SeveralProcesses(Slices, OneProcess):
         cut = [v for v in self._weights if type(v) is ShardedVariable]
         if not cut:
             return contextlib.nullcontext()
-        wholes = gathering.Shards(
-            self._group,
-            [v.shard.layout for v in cut],
-            [v.shard.value for v in cut],
-            "weights",
-            cut[0].shard.travel,
-        ).gather()
+        wholes = gathered([variable.shard for variable in cut], "weights")
         return shards.prepared(cut, wholes)
 
 

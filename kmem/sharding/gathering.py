@@ -107,33 +107,28 @@ class Shards:
                 tf.fill(layout.shape, tf.constant(float("nan"), value.dtype))
                 for layout, value in zip(self.layouts, self.values, strict=True)
             ]
-        wholes = self.fetch(after)
 
-        def linked(together):
-            return self._linked(together, [wholes[i] for i in together])
+        def whole(together):
+            return self._linked(together, self._fetched(together, after))
 
-        return _in_calls(self.layouts, self.values, linked)
+        return _in_calls(self.layouts, self.values, whole)
 
-    def fetch(self, after: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
-        """The same, without a gradient."""
-
-        def fetched(together):
-            with tf.control_dependencies(_symbolic(after)):
-                values = self._read(together)
-                dtype = values[0].dtype
-                sent_dtype = self.travel.gather_dtype or dtype
-                sent = tf.cast(_joined(values), sent_dtype)
-                name = f"{self.name}/{together[0]}/gather"
-                rows = self.engine.gather(sent, name)
-            layouts = [self.layouts[i] for i in together]
-            return [
-                tf.cast(layout.whole(row), dtype)
-                for layout, row in zip(
-                    layouts, _split(rows, layouts, axis=1), strict=True
-                )
-            ]
-
-        return _in_calls(self.layouts, self.values, fetched)
+    def _fetched(self, positions: list[int], after) -> list[tf.Tensor]:
+        """The whole weights, without a gradient."""
+        with tf.control_dependencies(_symbolic(after)):
+            values = self._read(positions)
+            dtype = values[0].dtype
+            sent_dtype = self.travel.gather_dtype or dtype
+            sent = tf.cast(_joined(values), sent_dtype)
+            name = f"{self.name}/{positions[0]}/gather"
+            rows = self.engine.gather(sent, name)
+        layouts = [self.layouts[i] for i in positions]
+        return [
+            tf.cast(layout.whole(row), dtype)
+            for layout, row in zip(
+                layouts, _split(rows, layouts, axis=1), strict=True
+            )
+        ]
 
     def _read(self, positions: list[int]) -> list[tf.Tensor]:
         if self.variables is None:

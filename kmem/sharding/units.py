@@ -25,7 +25,7 @@ from kmem import remat
 from kmem.capture import all_layers
 from kmem.capture import attribute
 from kmem.capture import children
-from kmem.sharding import gathering
+from kmem.sharding.shard import gathered
 from kmem.sharding.variables import ShardedVariable
 from kmem.sharding.variables import prepared
 
@@ -141,19 +141,10 @@ class Unit:
         variables = self._sharded()
         if not variables:
             return contextlib.nullcontext()
-        own = [variable.shard for variable in variables]
-        away = own[0].home is not None
-        shards = gathering.Shards(
-            own[0].engine,
-            [shard.layout for shard in own],
-            [shard.value for shard in own],
-            self._name,
-            own[0].travel,
-            [shard.variable for shard in own] if away else None,
-        )
         inputs = tf.nest.flatten(arguments, expand_composites=True)
         after = inputs if remat.is_repeating() else self._line.next(inputs)
-        return prepared(variables, shards.gather(after))
+        shards = [variable.shard for variable in variables]
+        return prepared(variables, gathered(shards, self._name, after))
 
 
 def find(model, names: tuple[str, ...] | None) -> list[keras.layers.Layer]:

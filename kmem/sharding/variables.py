@@ -13,7 +13,6 @@ with it, but no memory; `restore` gives it its values back.
 
 import contextlib
 import contextvars
-import dataclasses
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -22,10 +21,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem.sharding import gathering
 from kmem.sharding.engine import Engine
 from kmem.sharding.gathering import Travel
 from kmem.sharding.layout import Layout
+from kmem.sharding.shard import Shard
+from kmem.sharding.shard import gathered
+from kmem.sharding.shard import put
 
 _shards = contextvars.ContextVar("shards", default=False)
 # The whole arrays of the layers that are running, by the variables' `id`.
@@ -53,90 +54,6 @@ def prepared(variables: Iterable["ShardedVariable"], wholes: list[tf.Tensor]):
         yield
     finally:
         _prepared.reset(token)
-
-
-class Shard:
-    """This process's shard of a variable.
-
-    Args:
-        engine: The processes.
-        path: The variable's path.
-        shape: Its shape.
-        value: The shard's values, a vector of `layout.length`.
-        trainable: Whether a gradient is wanted.
-        name: What names the variable in all processes. Not its path, which
-            counts the layers that a process has made.
-        home: The device that holds the shard; by default it is the usual one.
-
-    Attributes:
-        path: The variable's path.
-        layout: Its shape, and how it is cut.
-        rank: Which shard this is.
-        local: The shard, a `keras.Variable` of `[layout.length]`.
-        travel: The dtypes in which it travels.
-        home: The device that holds the shard, or `None`.
-        stays: Whether it is a shard before and after training too.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        path: str,
-        shape: tuple[int, ...],
-        value: tf.Tensor,
-        trainable: bool,
-        name: str,
-        home: str | None = None,
-    ):
-        self.engine = engine
-        self.path = path
-        self.layout = Layout(shape, engine.size)
-        self.rank = engine.rank
-        self.name = name
-        self.home = home
-        self.travel = Travel()
-        self.stays = False
-        with tf.device(home) if home else contextlib.nullcontext():
-            self.local = keras.Variable(
-                tf.identity(value),
-                dtype=value.dtype.name,
-                autocast=False,
-                name="shard",
-            )
-        # To TensorFlow it is trainable in any case: layers are unfrozen.
-        self.local.trainable = trainable
-
-    @property
-    def variable(self) -> tf.Variable:
-        """The shard in TensorFlow."""
-        # Private in Keras; see `kmem.capture.DiscardedState`.
-        return self.local._value
-
-    @property
-    def value(self) -> tf.Tensor:
-        """The shard's value, where a step may have put another one."""
-        value = self.local.value
-        return value if self.local.trainable else tf.stop_gradient(value)
-
-    def read_full(self) -> tf.Tensor:
-        """The whole array, in its own dtype. All processes have to call it."""
-        travel = dataclasses.replace(self.travel, gather_dtype=None)
-        try:
-            (whole,) = gathering.Shards(
-                self.engine, [self.layout], [self.value], self.name, travel
-            ).gather()
-        except tf.errors.DeadlineExceededError as error:
-            raise RuntimeError(
-                "A variable that is in shards must be read by all processes "
-                "together; so must a model that is saved or called. Received: "
-                f"{self.path} in process {self.rank}, without some of the "
-                "others. All processes have to be started again"
-            ) from error
-        return whole
-
-    def write_full(self, whole: tf.Tensor) -> None:
-        """Takes its part of a whole array, which all processes are given."""
-        _put(self.variable, self.layout.cut(whole, self.rank))
 
 
 class ShardedVariable(keras.Variable):
@@ -346,18 +263,11 @@ def updated(
     for variable in mirrored:
         if not variable.holds_shard:
             with tf.control_dependencies(after):
-                _put(variable.shard.variable, variable.numbers)
+                put(variable.shard.variable, variable.numbers)
     yield
     if not mirrored:
         return
-    shards = [variable.shard for variable in mirrored]
-    wholes = gathering.Shards(
-        shards[0].engine,
-        [each.layout for each in shards],
-        [tf.convert_to_tensor(each.variable) for each in shards],
-        name,
-        shards[0].travel,
-    ).fetch()
+    wholes = gathered([variable.shard for variable in mirrored], name)
     for variable, whole in zip(mirrored, wholes, strict=True):
         _whole(variable).assign(whole)
         if not variable.holds_shard:
@@ -368,7 +278,7 @@ def restore(variable) -> None:
     """Makes a sharded variable a plain one; all processes have to."""
     whole = _whole(variable)
     if variable.holds_shard:
-        _put(whole, variable.shard.read_full())
+        put(whole, variable.shard.read_full())
     variable.__class__ = keras.Variable
     _empty(variable.shard.variable)
 
@@ -382,10 +292,4 @@ def _empty(variable: tf.Variable) -> None:
     """Frees a variable's memory, whatever functions were traced with it."""
     nothing = tf.zeros([0], variable.dtype)
     # A graph would see that it is no value for this variable.
-    _put(variable, tf.raw_ops.PlaceholderWithDefault(input=nothing, shape=None))
-
-
-def _put(variable: tf.Variable, value: tf.Tensor) -> None:
-    """Assigns a value, whatever is there now."""
-    # `assign` checks its shape against the one that is there.
-    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+    put(variable, tf.raw_ops.PlaceholderWithDefault(input=nothing, shape=None))
