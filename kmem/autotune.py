@@ -270,7 +270,7 @@ class Search:
             if before and _is_quicker(
                 before.predicted_seconds, expected, _PLAN_GAIN
             ):
-                peak = plan.predicted_peak_bytes + some.left_bytes
+                peak = plan.highest_peak_bytes + some.left_bytes
                 self.tried.append(Choice(planned, peak, expected))
                 return False
             choice = self._rehearsed(planned)

@@ -19,6 +19,7 @@ from kmem.planning.choosing import Chooser
 from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.plan import Plan
 from kmem.planning.solvers.flat import Point
+from kmem.rehearsal import Rehearsal
 
 # How often a plan is corrected, and from what on that is worth it.
 _MAX_REHEARSALS = 6
@@ -36,12 +37,15 @@ class Learned:
     Attributes:
         chooser: Their plans.
         extra_bytes: What their steps need beyond what the drawing tells.
-        rehearsed: The plans that were run, with the same for each.
+        rehearsed: The plans that were run, with the same for each, and how
+            much of it only some steps need.
     """
 
     chooser: Chooser
     extra_bytes: int = 0
-    rehearsed: dict[Point, int] = dataclasses.field(default_factory=dict)
+    rehearsed: dict[Point, tuple[int, int]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 class Corrector:
@@ -52,8 +56,8 @@ class Corrector:
         part: What one of its micro-batches is given, as `tf.TensorSpec`s.
         mode: How the step runs.
         in_use: The bytes that are in memory before a step.
-        rehearse: Runs the step by a plan, and gives its peak in bytes, or
-            `None` if it ran out of memory. `None` leaves it at the drawing.
+        rehearse: Runs the step by a plan, and tells what it took, or `None`
+            if it ran out of memory. `None` leaves it at the drawing.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class Corrector:
         part: Any,
         mode: Literal["eager", "graph", "xla"],
         in_use: int,
-        rehearse: Callable[[Plan], int | None] | None,
+        rehearse: Callable[[Plan], Rehearsal | None] | None,
     ):
         self._learned = learned
         self._chooser = learned.chooser
@@ -86,16 +90,16 @@ class Corrector:
             everything = self._measured(
                 self._chooser.everything, None, resident
             )
-            unplanned = everything.predicted_peak_bytes
+            unplanned = everything.highest_peak_bytes
             budget = int(budget * (unplanned + reserved))
-            resident = everything.resident_bytes
+            resident = everything.resident_bytes + everything.spread_bytes
         return self._within(int(budget) - reserved, resident, reserved)
 
     def _within(self, budget: int, resident: int, reserved: int) -> Plan:
         """The fastest plan that keeps the budget when it is rehearsed."""
         target = int((1 - self._margin) * budget)
         best = self._known_within(target, budget)
-        if best and target - best.predicted_peak_bytes <= _SLACK * budget:
+        if best and target - best.highest_peak_bytes <= _SLACK * budget:
             return best
         tried: set[tuple] = set()
         for attempt in range(_MAX_REHEARSALS):
@@ -114,14 +118,15 @@ class Corrector:
                 break
             tried.add(point.segments)
             found = self._measured(point, budget, resident)
-            excess = found.predicted_peak_bytes - target
+            excess = found.highest_peak_bytes - target
             if excess <= 0:
                 if best is None or found.slowdown < best.slowdown:
                     best = found
                 if not found.segments or -excess <= _SLACK * budget:
                     break
             # The more attempts have failed, the more is left free.
-            resident = found.resident_bytes + attempt * max(excess, 0)
+            resident = found.resident_bytes + found.spread_bytes
+            resident += attempt * max(excess, 0)
         if best is None:
             raise self._infeasible(budget, reserved)
         return best
@@ -138,7 +143,7 @@ class Corrector:
         """The plans that were seen to keep a target, with what is in use."""
         return [
             point
-            for point, extra in self._learned.rehearsed.items()
+            for point, (extra, _) in self._learned.rehearsed.items()
             if point.peak_bytes + extra + self._in_use <= target
         ]
 
@@ -162,7 +167,7 @@ class Corrector:
     def _infeasible(self, budget: int, reserved: int) -> InfeasibleBudget:
         drawn = self._chooser.smallest.peak_bytes
         rehearsed = self._learned.rehearsed.items()
-        seen = [point.peak_bytes + extra for point, extra in rehearsed]
+        seen = [point.peak_bytes + extra for point, (extra, _) in rehearsed]
         smallest = min(seen, default=drawn)
         bound = min(peak_lower_bound(self._chooser.network.graph), drawn)
         bound = min(bound + self._learned.extra_bytes, smallest)
@@ -179,18 +184,20 @@ class Corrector:
         made = self._made(point, budget, resident)
         if self._rehearse is None:
             return made
-        extra = self._learned.rehearsed.get(point)
-        if extra is None:
-            peak = self._rehearse(made)
-            if peak is None:
+        if point not in self._learned.rehearsed:
+            seen = self._rehearse(made)
+            if seen is None:
                 peak = made.predicted_peak_bytes
                 peak += int(_OUT_OF_MEMORY_STEP * point.peak_bytes)
-            extra = peak - point.peak_bytes - self._in_use
-            self._learned.rehearsed[point] = extra
+                seen = Rehearsal(peak, math.inf)
+            extra = seen.peak_bytes - point.peak_bytes - self._in_use
+            self._learned.rehearsed[point] = extra, seen.spread_bytes
+        extra, spread = self._learned.rehearsed[point]
         self._learned.extra_bytes = extra
-        return self._made(point, budget, self._in_use + extra)
+        resident = self._in_use + extra - spread
+        return self._made(point, budget, resident, spread)
 
-    def _made(self, point: Point, budget, resident) -> Plan:
+    def _made(self, point: Point, budget, resident, spread: int = 0) -> Plan:
         solver = self._chooser.solver
         within = point.peak_bytes if budget is None else budget - resident
         return Plan(
@@ -202,4 +209,5 @@ class Corrector:
             budget_bytes=budget,
             resident_bytes=resident,
             lower_bound_seconds=self._chooser.lower_bound_seconds(within),
+            spread_bytes=spread,
         )

@@ -30,6 +30,7 @@ from kmem.options import Remat
 from kmem.planning.choosing import Chooser
 from kmem.planning.network import Network
 from kmem.planning.plan import Plan
+from kmem.rehearsal import Rehearsal
 from kmem.rehearsal import rehearse
 from kmem.session import Session
 from kmem.session import option_precision
@@ -221,7 +222,7 @@ def make_plan(
 def _kept(asked: tuple, in_use: int) -> Plan | None:
     """A plan that was made before, and still is right."""
     for before, made in _plans.find(asked):
-        peak = made.predicted_peak_bytes
+        peak = made.highest_peak_bytes
         if abs(in_use - before) > _SAME * peak:
             continue
         if made.budget_bytes is None or (
@@ -233,7 +234,7 @@ def _kept(asked: tuple, in_use: int) -> Plan | None:
 
 def _rehearsal(
     model: keras.Model, batch, options: MemoryOptions
-) -> Callable[[Plan], int | None] | None:
+) -> Callable[[Plan], Rehearsal | None] | None:
     """What runs the model's step by a plan, if that can be done."""
     strategy = model.distribute_strategy
     # Several workers would have to agree on what to rehearse.
@@ -243,7 +244,7 @@ def _rehearsal(
     if not (model.compiled and alone):
         return None
 
-    def run(made: Plan) -> int | None:
+    def run(made: Plan) -> Rehearsal | None:
         planned = dataclasses.replace(options, remat=Remat(plan=made))
         return rehearse(Session(model, planned), batch)
 

@@ -38,15 +38,19 @@ class Rehearsal:
     """What a step took.
 
     Attributes:
-        peak_bytes: The (first) device's peak, in the step that needs most.
-        seconds: The time of the quickest.
+        peak_bytes: The (first) device's peak to count with: what differs
+            between a few steps differs more between many.
+        seconds: The time of the quickest step.
+        spread_bytes: How much the steps' peaks differed. In none of them was
+            more than `peak_bytes - spread_bytes` needed.
     """
 
     peak_bytes: int
     seconds: float
+    spread_bytes: int = 0
 
 
-def rehearse(session: Session, batch) -> int | None:
+def rehearse(session: Session, batch) -> Rehearsal | None:
     """Runs a session's step on made-up numbers, and measures it.
 
     Everything that the step changes is given back: weights, optimizer,
@@ -58,22 +62,28 @@ def rehearse(session: Session, batch) -> int | None:
         batch: A replica's batch, as `tf.TensorSpec`s.
 
     Returns:
-        The (first) device's peak in bytes, of the processes that train
-        together the highest one; `None` if it ran out of memory.
+        What it took, in the process that needs most of those that train
+        together; `None` if it ran out of memory.
     """
     accumulates = session.options.gradient_accumulation_steps is not None
     group = agreeing.processes(session.options)
     with _installed(session):
-        peak = peak_bytes(session.model, batch, accumulates, group)
-        return None if peak is None else agreeing.highest(group, peak)
+        seen = rehearse_steps(session.model, batch, accumulates, group)
+        if seen is None:
+            return None
+        return dataclasses.replace(
+            seen,
+            peak_bytes=agreeing.highest(group, seen.peak_bytes),
+            spread_bytes=agreeing.highest(group, seen.spread_bytes),
+        )
 
 
-def peak_bytes(
+def rehearse_steps(
     model: keras.Model,
     batch,
     accumulates: bool = False,
     group: Engine | None = None,
-) -> int | None:
+) -> Rehearsal | None:
     """Runs a model's steps on made-up numbers, and measures them.
 
     Args:
@@ -83,14 +93,13 @@ def peak_bytes(
         group: The processes that take them together.
 
     Returns:
-        The (first) device's peak, or `None` if it ran out of memory.
+        What they took, or `None` if they ran out of memory.
     """
     step: Any = model.train_function
     # As `fit` does: the graph of a step on a batch is another one.
     iterator = _batches(model.distribute_strategy, batch)
     num_steps = _num_steps(model, accumulates)
-    seen = _measured(step, iterator, num_steps, group or Engine())
-    return None if seen is None else seen.peak_bytes
+    return _measured(step, iterator, num_steps, group or Engine())
 
 
 def rehearse_on_batch(
@@ -155,8 +164,8 @@ def _measured(
             peaks.append(usage.peak_bytes)
     except tf.errors.ResourceExhaustedError:
         return None
-    # What differs between a few steps differs more between many.
-    return Rehearsal(2 * max(peaks) - min(peaks), min(seconds))
+    spread_bytes = max(peaks) - min(peaks)
+    return Rehearsal(max(peaks) + spread_bytes, min(seconds), spread_bytes)
 
 
 def timed(step: Callable, data) -> float:

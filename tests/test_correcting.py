@@ -9,19 +9,21 @@ from kmem.correcting import Learned
 from kmem.planning.choosing import Chooser
 from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.solvers.chain import ChainSolver
+from kmem.rehearsal import Rehearsal
 
 LENGTH, BUDGET, IN_USE = 40, 24_000, 500
 SIZES = [1000] * (LENGTH + 1)
 NETWORK = chain(SIZES, SIZES[1:], [1.0] * LENGTH)
 
 
-def corrector(needs):
+def corrector(needs, spread_bytes=0):
     """One whose steps need what a function of their drawn peak says."""
     rehearsed = []
 
     def rehearse(plan):
         rehearsed.append(plan)
-        return needs(plan.predicted_peak_bytes - plan.resident_bytes)
+        peak = needs(plan.predicted_peak_bytes - plan.resident_bytes)
+        return peak and Rehearsal(peak, 1.0, spread_bytes)
 
     chooser = Chooser(NETWORK)
     spec = tf.TensorSpec((4, 3))
@@ -69,6 +71,21 @@ def test_what_was_seen_to_keep_a_budget_is_not_rehearsed_again():
 
     assert second.segments == first.segments
     assert len(rehearsed) == count
+
+
+def test_the_prediction_is_what_was_seen_and_more_is_counted_with():
+    made, _ = corrector(lambda drawn: drawn + IN_USE, spread_bytes=300)
+    alike, _ = corrector(lambda drawn: drawn + IN_USE)
+
+    plan = made.plan(BUDGET, 0)
+
+    assert plan.segments == alike.plan(BUDGET, 0).segments
+    assert plan.highest_peak_bytes <= BUDGET
+    assert plan.predicted_peak_bytes == plan.highest_peak_bytes - 300
+    # Also where it is known already.
+    again = made.plan(BUDGET + 100, 100)
+    assert again.predicted_peak_bytes == plan.predicted_peak_bytes
+    assert again.spread_bytes == 300
 
 
 def test_an_error_names_the_least_that_was_seen():

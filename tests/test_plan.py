@@ -138,6 +138,8 @@ def test_the_summary_tells_what_is_predicted_and_recomputed():
         "    layer_0 ... layer_1",
     ]
     assert "budget          auto" in make_plan(budget_bytes=None).summary()
+    uncertain = make_plan(spread_bytes=2_000_000).summary()
+    assert "predicted peak  53.01 MB to 55.01 MB, unplanned" in uncertain
 
 
 def test_equal_plans_are_equal_and_can_be_keys():
@@ -239,7 +241,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, content):
 
 def test_a_file_of_another_version_is_refused(tmp_path):
     path = saved(tmp_path, version=99)
-    with pytest.raises(ValueError, match="version 2: .* of version 99"):
+    with pytest.raises(ValueError, match="version 3: .* of version 99"):
         Plan.load(path)
 
 
@@ -253,6 +255,7 @@ def test_a_file_of_another_version_is_refused(tmp_path):
         {"segments": ["all"]},
         {"resident_bytes": -1},
         {"resident_bytes": "3 MB"},
+        {"spread_bytes": -1},
     ],
 )
 def test_a_file_that_does_not_fit_together_is_refused(tmp_path, changes):

@@ -29,6 +29,7 @@ from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.plan import Plan
+from kmem.rehearsal import Rehearsal
 from kmem.units import format_size
 
 Calls = list[tuple[keras.Model, Any]]
@@ -100,14 +101,14 @@ class Planned:
 
     def choose(
         self,
-        rehearse: Callable[[], int | None] | None = None,
+        rehearse: Callable[[], Rehearsal | None] | None = None,
         reserved: int = 0,
     ) -> None:
         """Chooses what is recomputed, where that is not given.
 
         Args:
-            rehearse: Runs what follows the plan, and gives the device's peak
-                in bytes, or `None` if that ran out of memory. Without it, the
+            rehearse: Runs what follows the plan, and tells what it took, or
+                `None` if that ran out of memory. Without it, the
                 drawing of a single forward and backward pass has to do.
             reserved: Bytes of the budget that are not to be used.
 
@@ -118,11 +119,11 @@ class Planned:
         learned, run = Learned(self._chooser), None
         if rehearse is not None:
 
-            def follow(segments: tuple[Segment, ...]) -> int | None:
+            def follow(segments: tuple[Segment, ...]) -> Rehearsal | None:
                 self._segments = segments
                 return rehearse()
 
-            def run_plan(plan: Plan) -> int | None:
+            def run_plan(plan: Plan) -> Rehearsal | None:
                 return follow(plan.segments)
 
             learned, run = self._as_measured(follow, in_use), run_plan
@@ -144,9 +145,9 @@ class Planned:
         """The drawing, as much larger as the passes are."""
         chooser = self._chooser
         for point in (chooser.everything, chooser.smallest):
-            peak_bytes = follow(point.segments)
-            if peak_bytes is not None:
-                factor = (peak_bytes - in_use) / point.peak_bytes
+            seen = follow(point.segments)
+            if seen is not None:
+                factor = (seen.peak_bytes - in_use) / point.peak_bytes
                 break
         else:
             return Learned(chooser)
@@ -154,8 +155,8 @@ class Planned:
         learned = Learned(Chooser(network, chooser.solver))
         if point is chooser.everything:
             drawn = learned.chooser.everything
-            extra_bytes = peak_bytes - drawn.peak_bytes - in_use
-            learned.rehearsed[drawn] = extra_bytes
+            extra_bytes = seen.peak_bytes - drawn.peak_bytes - in_use
+            learned.rehearsed[drawn] = extra_bytes, seen.spread_bytes
         return learned
 
 

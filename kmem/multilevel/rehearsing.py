@@ -23,7 +23,8 @@ from kmem import pipeline
 from kmem.multilevel import passes
 from kmem.multilevel.level import Level
 from kmem.multilevel.rounds import Structure
-from kmem.rehearsal import peak_bytes
+from kmem.rehearsal import Rehearsal
+from kmem.rehearsal import rehearse_steps
 
 
 def keep_budgets(
@@ -52,15 +53,17 @@ def keep_budgets(
     for level in structure.levels:
         if level.planned is not None and level.planned.has_budget:
             level.planned.choose(
-                lambda level=level: _peak_bytes(
+                lambda level=level: _rehearse(
                     program, structure, level, element
                 ),
                 reserved,
             )
 
 
-def _peak_bytes(program, structure: Structure, level: Level, element):
-    """The peak of a step in which only one level computes."""
+def _rehearse(
+    program, structure: Structure, level: Level, element
+) -> Rehearsal | None:
+    """Runs steps in which only one level computes."""
     with (
         capture.unchanged(_state(structure), program.metrics),
         contextlib.ExitStack() as stack,
@@ -70,7 +73,7 @@ def _peak_bytes(program, structure: Structure, level: Level, element):
                 stack.enter_context(_without_passes(other))
         program.make_train_function(force=True)
         try:
-            return peak_bytes(program, element)
+            return rehearse_steps(program, element)
         finally:
             program.train_function = None
             gc.collect()

@@ -21,7 +21,7 @@ from kmem.planning.simulate import simulate
 from kmem.units import format_size
 
 _FORMAT = "kmem plan"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Plan:
         resident_bytes: What is in memory all the time: parameters, optimizer,
             and what the step needs beyond what the network tells.
         lower_bound_seconds: No schedule within the budget is faster.
+        spread_bytes: How much more some steps may need than others, as
+            operations that run side by side end in another order each time.
     """
 
     network: Network = dataclasses.field(repr=False)
@@ -49,6 +51,7 @@ class Plan:
     budget_bytes: int | None
     resident_bytes: int
     lower_bound_seconds: float
+    spread_bytes: int = 0
 
     def __post_init__(self):
         self._check(self.segments, 0, len(self.network.stages))
@@ -72,6 +75,11 @@ class Plan:
     def predicted_peak_bytes(self) -> int:
         """The device's peak during a step."""
         return self.resident_bytes + self.simulation.peak_bytes
+
+    @property
+    def highest_peak_bytes(self) -> int:
+        """The most that a step is expected to need: it keeps the budget."""
+        return self.predicted_peak_bytes + self.spread_bytes
 
     @property
     def predicted_seconds(self) -> float:
@@ -118,6 +126,9 @@ class Plan:
         budget = "auto"
         if self.budget_bytes is not None:
             budget = format_size(self.budget_bytes)
+        peak = format_size(self.predicted_peak_bytes)
+        if self.spread_bytes:
+            peak += f" to {format_size(self.highest_peak_bytes)}"
         counts = collections.Counter(self.schedule)
         again = [index for index, count in counts.items() if count > 1]
         stages = self.network.stages
@@ -125,7 +136,7 @@ class Plan:
         rows = [
             f"Rematerialization plan ({self.solver}, {self.mode} mode)",
             f"  budget          {budget}",
-            f"  predicted peak  {format_size(self.predicted_peak_bytes)}, "
+            f"  predicted peak  {peak}, "
             f"unplanned {format_size(self.unplanned_peak_bytes)}",
             f"  predicted time  {self.slowdown:.3f}x of a step that keeps "
             "everything",
@@ -235,8 +246,9 @@ class Plan:
             segments=tuple(map(_to_segment, content["segments"])),
             **{name: content[name] for name in _SAVED_AS_THEY_ARE},
         )
+        sizes = plan.resident_bytes, plan.spread_bytes
         # Replayed, which finds what does not fit together.
-        if min((*plan.simulation.step_bytes, plan.resident_bytes)) < 0:
+        if min(*plan.simulation.step_bytes, *sizes) < 0:
             raise ValueError("negative sizes")
         return plan
 
@@ -248,6 +260,7 @@ _SAVED_AS_THEY_ARE = (
     "budget_bytes",
     "resident_bytes",
     "lower_bound_seconds",
+    "spread_bytes",
 )
 
 
