@@ -7,8 +7,9 @@ more than is needed, as what was evicted before has been kept until then: the
 distance to what failed is halved by further steps.
 
 It is not proved to be the smallest: a heuristic decides what is there when
-room runs out. The times of operators have a say in that, so a threshold is
-tried twice, and a margin is added.
+room runs out, and more room may even be worse. The times of operators have a
+say in that, so a threshold is tried twice, and what is named, with a margin,
+again.
 """
 
 import gc
@@ -38,22 +39,15 @@ def with_least_threshold(
     least = _least_threshold(max(threshold_bytes, memory.current()), step)
     if least is not None:
         message = (
-            f"The threshold must be at least {round(least * (1 + _MARGIN))} "
-            f"bytes for this step, which was tried with {least}. {message}"
+            f"The threshold must be at least {least} bytes for this step, "
+            f"which was tried with it. {message}"
         )
     return tf.errors.ResourceExhaustedError(None, None, message)
 
 
 def _least_threshold(fails: int, step) -> int | None:
-    works = fails
-    for _ in range(_MOST_RAISED):
-        raised = _raised(step, works)
-        if raised is None:
-            return None  # The device itself has no room, or it thrashes.
-        if raised == works:
-            break
-        works = raised
-    else:
+    works = _sufficient(step, fails)
+    if works is None:
         return None
     while works - fails > _MARGIN * works:
         middle = (fails + works) // 2
@@ -61,7 +55,23 @@ def _least_threshold(fails: int, step) -> int | None:
             works = middle
         else:
             fails = middle
-    return works
+    return _sufficient(step, works, margin=_MARGIN)
+
+
+def _sufficient(step, threshold: int, margin: float = 0.0) -> int | None:
+    """A threshold from this one on that need not be raised, if there is one.
+
+    It is made larger by a margin before each try.
+    """
+    for _ in range(_MOST_RAISED):
+        tried = round(threshold * (1 + margin))
+        raised = _raised(step, tried)
+        if raised is None:
+            break  # The device itself has no room, or it thrashes.
+        if raised == tried:
+            return tried
+        threshold = raised
+    return None
 
 
 def _raised(step, threshold: int) -> int | None:

@@ -130,7 +130,7 @@ class Sweep:
         Raises:
             ImportError: If matplotlib is missing.
         """
-        sweep_picture.draw(self, path)
+        sweep_picture.figure(self).savefig(path, dpi=150)
 
     def _line(self, row: Row) -> str:
         name, share = _name(row.dtr), ""

@@ -3,7 +3,6 @@ MegEngine's guide, measured, with what was predicted beside it.
 """
 
 import math
-import os
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -13,19 +12,6 @@ from kmem.units import format_size
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-
-def draw(sweep: Any, path: str | os.PathLike) -> None:
-    """Draws a sweep into a file.
-
-    Args:
-        sweep: The sweep.
-        path: Where to save the picture; its ending says the format.
-
-    Raises:
-        ImportError: If matplotlib is missing.
-    """
-    figure(sweep).savefig(path, dpi=150)
 
 
 def figure(sweep: Any) -> "Figure":

@@ -7,7 +7,6 @@ backward pass would keep).
 """
 
 import collections
-import os
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -33,19 +32,6 @@ _NUM_RUNS = (
     ("runs more often", drawing.RED),
 )
 _NUM_NAMES = 5
-
-
-def draw(plan: Any, path: str | os.PathLike) -> None:
-    """Draws a plan into a file.
-
-    Args:
-        plan: The plan.
-        path: Where to save the picture; its ending says the format.
-
-    Raises:
-        ImportError: If matplotlib is missing.
-    """
-    figure(plan).savefig(path, dpi=150)
 
 
 def figure(plan: Any) -> "Figure":

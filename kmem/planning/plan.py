@@ -169,7 +169,7 @@ class Plan:
         """
         from kmem.planning import picture
 
-        picture.draw(self, path)
+        picture.figure(self).savefig(path, dpi=150)
 
     def save(self, path: str | os.PathLike) -> None:
         """Saves the plan as JSON.
