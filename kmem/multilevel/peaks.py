@@ -1,6 +1,7 @@
 """Estimates what a traced function needs, from its graph.
 
-Its operations are replayed in the order in which they were traced: a result
+Its operations are replayed in the order in which they were traced, but for
+those that were put in later: they come right before who reads them. A result
 is there from the operation that makes it to the last one that reads it. That
 is what an executor does that runs one operation at a time. What it does not
 do: know the workspace of an operation, results that take over the memory of
@@ -53,16 +54,28 @@ def temporary_bytes(graph: Any) -> int:
 
 
 def _needed(graph) -> list[tf.Operation]:
-    """The operations that are run, in the order of the trace."""
-    waiting = [*(t.op for t in graph.outputs), *graph.control_outputs]
+    """The operations that are run, each after what it waits for."""
     found: set[tf.Operation] = set()
+    waiting = [*(t.op for t in graph.outputs), *graph.control_outputs]
     while waiting:
         op = waiting.pop()
         if op not in found:
             found.add(op)
-            waiting += [tensor.op for tensor in op.inputs]
-            waiting += op.control_inputs
-    return [op for op in graph.get_operations() if op in found]
+            waiting += _sources(op)
+    # A dictionary keeps the order in which they are put in.
+    ordered: dict[tf.Operation, None] = {}
+    for op in graph.get_operations():
+        waiting = [op] if op in found else []
+        while waiting:
+            missing = [s for s in _sources(waiting[-1]) if s not in ordered]
+            waiting += missing
+            if not missing:
+                ordered[waiting.pop()] = None
+    return list(ordered)
+
+
+def _sources(op: tf.Operation) -> list[tf.Operation]:
+    return [*(tensor.op for tensor in op.inputs), *op.control_inputs]
 
 
 def _memory(tensor: tf.Tensor) -> Any:
