@@ -100,7 +100,8 @@ def test_no_layer_runs_again(call, costly):
 
     def num_costly(keeps):
         ops = ancestors(*trained(model, keeps), by_data=True)
-        return [op.type for op in ops].count(costly)
+        # In Keras 3.12 a product of this rank is a `BatchMatMulV2`.
+        return sum(costly in op.type for op in ops)
 
     assert num_costly(keeps=False) == num_costly(keeps=True) > 0
 
