@@ -68,10 +68,11 @@ def hold_back(gradients: list, differentiated: bool = False) -> "Order | None":
     weight_gradients = {joining.maker(g) for g in gradients if g is not None}
     if not weight_gradients:
         return None
-    ops = _needed(weight_gradients)
+    graph = next(iter(weight_gradients)).graph
+    ops = needed(graph, weight_gradients)
     if not differentiated:
         broadcasts.once(op for op in ops if op not in weight_gradients)
-        ops = _needed(weight_gradients)
+        ops = needed(graph, weight_gradients)
     # These run in the order of their trace, and so does what leads to them.
     if any(op.type.startswith("Collective") for op in ops):
         return None
@@ -105,6 +106,20 @@ def hold_back(gradients: list, differentiated: bool = False) -> "Order | None":
         else:
             made = [made[1], order.append(held, made[1] + others[0])]
     return order
+
+
+def needed(graph: tf.Graph, ops: Iterable[tf.Operation]) -> list[tf.Operation]:
+    """The operations, and all that they need, in an order to run them in.
+
+    It is that of the trace, but for what was put in later: that comes right
+    before who reads it.
+
+    Args:
+        graph: Whose operations they are.
+        ops: The operations.
+    """
+    found = _ancestors(ops)
+    return _sorted([op for op in graph.get_operations() if op in found])
 
 
 class Order:
@@ -229,13 +244,6 @@ def _is_joined(op: tf.Operation) -> bool:
         len(tensor.consumers()) == 1 and joining.are_joined(tensor.op, op)
         for tensor in op.inputs
     )
-
-
-def _needed(ops: set[tf.Operation]) -> list[tf.Operation]:
-    """The operations, and all that they need, in an order to run them in."""
-    found = _ancestors(ops)
-    graph = next(iter(ops)).graph
-    return _sorted([op for op in graph.get_operations() if op in found])
 
 
 def _sorted(

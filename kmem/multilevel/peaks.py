@@ -13,6 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from kmem import ordering
+
 # Their result is their argument, shown differently.
 _SAME_MEMORY = frozenset(
     "ExpandDims Identity IdentityN PreventGradient Reshape Squeeze "
@@ -28,7 +30,8 @@ def temporary_bytes(graph: Any) -> int:
     Args:
         graph: That of a concrete function, of known shapes.
     """
-    ops = _needed(graph)
+    wanted = [*(t.op for t in graph.outputs), *graph.control_outputs]
+    ops = ordering.needed(graph, wanted)
     last_reads: dict[Any, int] = {}
     for position, op in enumerate(ops):
         # A mere copy is made as soon as it can be.
@@ -51,31 +54,6 @@ def temporary_bytes(graph: Any) -> int:
         peak = max(peak, current + _within(op))
         current -= ends.get(position, 0)
     return peak
-
-
-def _needed(graph) -> list[tf.Operation]:
-    """The operations that are run, each after what it waits for."""
-    found: set[tf.Operation] = set()
-    waiting = [*(t.op for t in graph.outputs), *graph.control_outputs]
-    while waiting:
-        op = waiting.pop()
-        if op not in found:
-            found.add(op)
-            waiting += _sources(op)
-    # A dictionary keeps the order in which they are put in.
-    ordered: dict[tf.Operation, None] = {}
-    for op in graph.get_operations():
-        waiting = [op] if op in found else []
-        while waiting:
-            missing = [s for s in _sources(waiting[-1]) if s not in ordered]
-            waiting += missing
-            if not missing:
-                ordered[waiting.pop()] = None
-    return list(ordered)
-
-
-def _sources(op: tf.Operation) -> list[tf.Operation]:
-    return [*(tensor.op for tensor in op.inputs), *op.control_inputs]
 
 
 def _memory(tensor: tf.Tensor) -> Any:

@@ -27,6 +27,23 @@ def peak_lower_bound(graph: Graph) -> int:
     Returns:
         The most that an operation needs, with what cannot be made again; or
         all results, if that is more.
+
+    Example:
+
+    ```python
+    from kmem.planning.bounds import peak_lower_bound
+    from kmem.planning.graph import Graph
+    from kmem.planning.graph import Operation
+
+    graph = Graph(
+        operations=(
+            Operation("a", (), (0,), seconds=1.0),
+            Operation("b", (0,), (1,), seconds=1.0),
+        ),
+        tensor_bytes=(10, 20),
+    )
+    peak_lower_bound(graph)  # 30
+    ```
     """
     fixed = np.array([not op.recomputable for op in graph.operations], bool)
     at_the_end = graph.results - graph.constants
