@@ -173,7 +173,7 @@ class Search:
         num_processes = agreeing.processes(options).size
         counts = _counts(max(1, self._rows // num_processes))
         # Several would all end if one of them ran out of memory.
-        tolerance = _TOLERANCE if num_processes == 1 else 1.0
+        most = self._target * (_TOLERANCE if num_processes == 1 else 1)
         if options.microbatches is not None:
             counts = [options.microbatches.count]
             options = dataclasses.replace(options, microbatches=None)
@@ -183,10 +183,16 @@ class Search:
         plain = self._expected(options, counts[0], line)
         for index, count in enumerate(counts):
             expected = self._expected(options, count, line)
-            if expected.predicted_peak_bytes > tolerance * self._target:
+            if expected.predicted_peak_bytes > most:
                 continue
             first = self._rehearsed(expected.options)
-            if first is None or not self._fits(first):
+            if first is None:
+                continue
+            if not self._fits(first):
+                # As much as this was wrong by, the others will be.
+                wrong = first.predicted_peak_bytes
+                wrong -= expected.predicted_peak_bytes
+                most = self._target - wrong
                 continue
             if index == 0:
                 return first
@@ -208,9 +214,10 @@ class Search:
         self, options, counts: list[int], first: Choice
     ) -> float:
         """Goes on to more parts while that is quicker; returns what each part
-        costs besides its rows, in seconds."""
+        costs besides its rows, in seconds: the most, if that is not seen."""
         seconds = first.predicted_seconds
-        part_seconds, last = 0.0, first
+        most = _MOST_OVERHEAD * seconds / counts[0]
+        part_seconds, last = most, first
         for count in counts[1:]:
             choice = self._rehearsed(_in_parts(options, count))
             if choice is None:
@@ -219,7 +226,6 @@ class Search:
                 difference = choice.predicted_seconds - seconds
                 part_seconds = max(0.0, difference / (count - counts[0]))
                 # Steps differ by more than that when the machine is busy.
-                most = _MOST_OVERHEAD * seconds / counts[0]
                 part_seconds = min(part_seconds, most)
             if not _is_quicker(
                 choice.predicted_seconds, last.predicted_seconds
@@ -287,8 +293,9 @@ class Search:
     def _expected(self, options, count: int, line: probing.Line) -> Choice:
         """What a step in so many parts is going to take."""
         peak = line.peak_bytes(-(-self._rows // count))
-        if count > 1:
-            # The sum of the parts' gradients.
+        if count > 1 and agreeing.processes(options).size > 1:
+            # The sum of the parts' gradients, which need not be there yet
+            # when most is: who is alone can try.
             peak += batches.num_bytes(self._model.trainable_variables)
         seconds = self._rows * line.row_seconds
         return Choice(_in_parts(options, count), peak, seconds)
