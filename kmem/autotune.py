@@ -171,9 +171,10 @@ class Search:
     def run(self, options: MemoryOptions) -> Choice:
         """Looks for the best way under options; returns the plain one."""
         num_processes = agreeing.processes(options).size
+        is_alone = num_processes == 1
         counts = _counts(max(1, self._rows // num_processes))
         # Several would all end if one of them ran out of memory.
-        most = self._target * (_TOLERANCE if num_processes == 1 else 1)
+        most = self._target * (_TOLERANCE if is_alone else 1)
         if options.microbatches is not None:
             counts = [options.microbatches.count]
             options = dataclasses.replace(options, microbatches=None)
@@ -183,16 +184,17 @@ class Search:
         plain = self._expected(options, counts[0], line)
         for index, count in enumerate(counts):
             expected = self._expected(options, count, line)
-            if expected.predicted_peak_bytes > most:
+            # A single row needs so little that its peaks differ most.
+            is_row = is_alone and count == self._rows
+            peak = expected.predicted_peak_bytes
+            if peak > most and not is_row:
                 continue
             first = self._rehearsed(expected.options)
             if first is None:
                 continue
             if not self._fits(first):
-                # As much as this was wrong by, the others will be.
-                wrong = first.predicted_peak_bytes
-                wrong -= expected.predicted_peak_bytes
-                most = self._target - wrong
+                # The line is wrong by as much for the others.
+                most = self._target + peak - first.predicted_peak_bytes
                 continue
             if index == 0:
                 return first
@@ -219,19 +221,17 @@ class Search:
         most = _MOST_OVERHEAD * seconds / counts[0]
         part_seconds, last = most, first
         for count in counts[1:]:
-            choice = self._rehearsed(_in_parts(options, count))
-            if choice is None:
+            found = self._rehearsed(_in_parts(options, count))
+            if found is None:
                 break
             if last is first:
-                difference = choice.predicted_seconds - seconds
-                part_seconds = max(0.0, difference / (count - counts[0]))
-                # Steps differ by more than that when the machine is busy.
-                part_seconds = min(part_seconds, most)
-            if not _is_quicker(
-                choice.predicted_seconds, last.predicted_seconds
-            ):
+                difference = found.predicted_seconds - seconds
+                # Steps differ by more when the machine is busy.
+                each = min(most, difference / (count - counts[0]))
+                part_seconds = max(0.0, each)
+            if not _is_quicker(found.predicted_seconds, last.predicted_seconds):
                 break
-            last = choice
+            last = found
         return part_seconds
 
     def _larger_parts(self, options, counts: list[int], least: list[float]):
@@ -294,8 +294,8 @@ class Search:
         """What a step in so many parts is going to take."""
         peak = line.peak_bytes(-(-self._rows // count))
         if count > 1 and agreeing.processes(options).size > 1:
-            # The sum of the parts' gradients, which need not be there yet
-            # when most is: who is alone can try.
+            # The sum of the parts' gradients, which may take the place of a
+            # part's own: who is alone can try.
             peak += batches.num_bytes(self._model.trainable_variables)
         seconds = self._rows * line.row_seconds
         return Choice(_in_parts(options, count), peak, seconds)

@@ -87,9 +87,8 @@ class Corrector:
         if budget == "auto":
             return self._measured(self._chooser.auto(), None, resident)
         if isinstance(budget, float):
-            everything = self._measured(
-                self._chooser.everything, None, resident
-            )
+            point = self._chooser.everything
+            everything = self._measured(point, None, resident)
             unplanned = everything.highest_peak_bytes
             budget = int(budget * (unplanned + reserved))
             resident = everything.resident_bytes + everything.spread_bytes

@@ -126,6 +126,49 @@ def test_a_budget_is_kept_with_the_same_numbers(plain, share):
     _assert_close(model, expected)
 
 
+def test_the_sum_of_gradients_may_take_the_place_of_those_of_a_step():
+    inputs = keras.Input((64, 64, 3))
+    x = layers.Conv2D(32, 3, padding="same", activation="tanh")(inputs)
+    x = layers.Flatten()(layers.MaxPooling2D(8)(x))
+    model = keras.Model(inputs, layers.Dense(256)(x))
+    model.compile("sgd", "mse")
+    data = np.zeros((8, 64, 64, 3), "float32"), np.zeros((8, 256), "float32")
+
+    tried = _tried_with_the_room_of(2, model, data)
+
+    assert (2, False) in tried
+
+
+def test_larger_parts_are_planned_for_where_single_rows_fit():
+    hidden = [layers.Dense(64, "tanh") for _ in range(16)]
+    model = keras.Sequential([keras.Input((256, 16)), *hidden])
+    model.compile("sgd", "mse")
+    data = np.zeros((4, 256, 16), "float32"), np.zeros((4, 256, 64), "float32")
+
+    tried = _tried_with_the_room_of(4, model, data)
+
+    assert {(4, False), (2, True)} <= tried
+
+
+def _tried_with_the_room_of(count, model, data):
+    """What is looked at for the budget that a number of parts keeps: numbers
+    of parts, each with whether there is a plan."""
+    model = kmem.wrap(model)
+    model.memory_options = kmem.MemoryOptions(microbatches=count)
+    for _ in range(3):
+        with kmem.memory.track() as usage:
+            model.train_on_batch(*data)
+    budget = _budget(usage.peak_bytes - usage.start_bytes, 1.2)
+
+    model.memory_options = kmem.MemoryOptions(memory_budget=budget)
+    model.train_on_batch(*data)
+
+    report = model.memory_report
+    options = [c.options for c in (report.chosen, *report.alternatives)]
+    counts = [o.microbatches.count if o.microbatches else 1 for o in options]
+    return {(n, bool(o.remat)) for n, o in zip(counts, options, strict=True)}
+
+
 def test_an_impossible_budget_names_the_smallest_that_would_do(plain):
     _, needed = plain
     model = _model()
