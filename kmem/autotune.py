@@ -1,12 +1,9 @@
 """Chooses how a step is taken within a memory budget, for `memory_budget`.
 
 A batch that does not fit can be computed in parts, recomputed in part, or
-both. A line (probing.py) tells in how many parts it fits. More parts cost what
-each does besides its rows, larger ones cost recomputation: steps in more parts
-tell how much the first is, and whether a plan (planner.py) for larger ones can
-be quicker. What is chosen was rehearsed, in parts of that size (excerpts.py).
-Where the device is not the machine's own memory, weights and optimizer may
-stay there (sharding/offloading.py). What this does not do: split a row.
+both (searching.py). Where the device is not the machine's own memory, weights
+and optimizer may stay there (sharding/offloading.py). So there may be several
+searches, of which the best is told, with what else there was.
 """
 
 import dataclasses
@@ -17,40 +14,21 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from kmem import batches
 from kmem import memory
 from kmem import planner
-from kmem import probing
 from kmem.accumulation import build_optimizer
 from kmem.choices import Choice
 from kmem.choices import MemoryReport
-from kmem.excerpts import excerpt
 from kmem.options import MemoryOptions
-from kmem.options import MicroBatches
 from kmem.options import MixedPrecision
-from kmem.options import Remat
 from kmem.options import Sharding
 from kmem.planning.errors import InfeasibleBudget
-from kmem.rehearsals import Rehearsals
+from kmem.searching import Search
 from kmem.session import Session
-from kmem.sharding import agreeing
 from kmem.sharding import offloading
 
-# Steps do not all have the same peak.
-_MARGIN = 0.01
-# The line may be wrong by this much: a rehearsal tells.
-_TOLERANCE = 1.1
-# By how much another number of parts, or a plan, has to be quicker: more than
-# two measurements of the same step differ by.
-_LEAST_GAIN = 0.05
-# What the parts of a step can cost besides their rows, as a share of it.
-_MOST_OVERHEAD = 0.5
-_AT_MOST_SECONDS = 5.0
-_MAX_PLANS = 3
-# By how much a plan may be quicker than expected, as far as seen.
-_PLAN_GAIN = 0.2
 # What rehearsals of the same step differ by at the most, as far as seen.
 _ALLOWANCE = 0.05
 
@@ -127,203 +105,6 @@ def choose(
     )
 
 
-class Search:
-    """The ways that were tried.
-
-    Args:
-        model: The model, with its variables.
-        batch: Its batch, as `tf.TensorSpec`s.
-        budget_bytes: The budget.
-        reserved_bytes: What of it is not to be used.
-
-    Attributes:
-        best: The quickest that fits, or `None`.
-        session: What took it, if it took the whole batch, and now.
-        tried: What each takes; of those that were not rehearsed, what the
-            others let expect.
-        error: Why there is none, if none fits.
-    """
-
-    def __init__(self, model, batch, budget_bytes, reserved_bytes, verbose):
-        self._model = model
-        self._batch = batch
-        self._rows = batches.num_rows(batch) or 1
-        self._budget = budget_bytes
-        self._reserved = reserved_bytes
-        self._target = int((1 - _MARGIN) * (budget_bytes - reserved_bytes))
-        self._verbose = verbose
-        self._rehearsals = Rehearsals(model, batch)
-        self.best: Choice | None = None
-        self.session: Session | None = None
-        self.tried: list[Choice] = []
-        self.error = ValueError(
-            "`memory_budget` must leave room for one layer with one row. "
-            f"Received: memory_budget={budget_bytes}"
-        )
-        self._progress = keras.utils.Progbar(
-            None, verbose=verbose, unit_name="rehearsal"
-        )
-
-    def _fits(self, choice: Choice) -> bool:
-        """Whether it keeps the budget."""
-        return choice.predicted_peak_bytes <= self._target
-
-    def run(self, options: MemoryOptions) -> Choice:
-        """Looks for the best way under options; returns the plain one."""
-        num_processes = agreeing.processes(options).size
-        is_alone = num_processes == 1
-        counts = _counts(max(1, self._rows // num_processes))
-        # Several would all end if one of them ran out of memory.
-        most = self._target * (_TOLERANCE if is_alone else 1)
-        if options.microbatches is not None:
-            counts = [options.microbatches.count]
-            options = dataclasses.replace(options, microbatches=None)
-        line = probing.draw(
-            self._rehearsals, options, self._batch, self._target
-        )
-        plain = self._expected(options, counts[0], line)
-        for index, count in enumerate(counts):
-            expected = self._expected(options, count, line)
-            # A single row needs so little that its peaks differ most.
-            is_row = is_alone and count == self._rows
-            peak = expected.predicted_peak_bytes
-            if peak > most and not is_row:
-                continue
-            first = self._rehearsed(expected.options)
-            if first is None:
-                continue
-            if not self._fits(first):
-                # The line is wrong by as much for the others.
-                most = self._target + peak - first.predicted_peak_bytes
-                continue
-            if index == 0:
-                return first
-            each = self._smaller_parts(options, counts[index:], first)
-            fewer = counts[:index][::-1]
-            seconds = first.predicted_seconds
-            least = [seconds - (count - c) * each for c in fewer]
-            self._larger_parts(options, fewer, least)
-            return dataclasses.replace(plain, predicted_seconds=least[-1])
-        least = [plain.predicted_seconds] * len(counts)
-        self._larger_parts(options, counts[::-1], least)
-        return plain
-
-    def end(self) -> None:
-        """Ends the line that shows progress."""
-        self._progress.update(len(self.tried), finalize=True)
-
-    def _smaller_parts(
-        self, options, counts: list[int], first: Choice
-    ) -> float:
-        """Goes on to more parts while that is quicker; returns what each part
-        costs besides its rows, in seconds: the most, if that is not seen."""
-        seconds = first.predicted_seconds
-        most = _MOST_OVERHEAD * seconds / counts[0]
-        part_seconds, last = most, first
-        for count in counts[1:]:
-            found = self._rehearsed(_in_parts(options, count))
-            if found is None:
-                break
-            if last is first:
-                difference = found.predicted_seconds - seconds
-                # Steps differ by more when the machine is busy.
-                each = min(most, difference / (count - counts[0]))
-                part_seconds = max(0.0, each)
-            if not _is_quicker(found.predicted_seconds, last.predicted_seconds):
-                break
-            last = found
-        return part_seconds
-
-    def _larger_parts(self, options, counts: list[int], least: list[float]):
-        """Goes on to fewer parts, with plans, while that is quicker.
-
-        `least` is what a step in so many parts would take without a plan.
-        """
-        for count, seconds in zip(counts, least, strict=True):
-            best = self.best
-            if best and not _is_quicker(seconds, best.predicted_seconds):
-                return
-            if not self._plan(_in_parts(options, count), seconds):
-                return
-
-    def _plan(self, options: MemoryOptions, seconds: float) -> bool:
-        """Tries the best plan for parts; returns whether it is the best way.
-
-        `seconds` is what the step would take without it.
-        """
-        before, less = self.best, 0
-        within = dataclasses.replace(options, remat=Remat(budget=self._budget))
-        some = excerpt(self._batch, within)
-        for _ in range(_MAX_PLANS):
-            try:
-                plan = planner.make_plan(
-                    self._model,
-                    some.batch,
-                    some.options,
-                    "measured",
-                    self._verbose,
-                    self._reserved + some.left_bytes + less,
-                )
-            except tf.errors.ResourceExhaustedError:
-                # A layer by itself has no room, in parts of this size.
-                return False
-            except ValueError as error:
-                self.error = error
-                return False
-            planned = dataclasses.replace(options, remat=Remat(plan=plan))
-            expected = seconds * plan.slowdown
-            # A plan's time is predicted less well than it is measured.
-            if before and _is_quicker(
-                before.predicted_seconds, expected, _PLAN_GAIN
-            ):
-                peak = plan.highest_peak_bytes + some.left_bytes
-                self.tried.append(Choice(planned, peak, expected))
-                return False
-            choice = self._rehearsed(planned)
-            if choice is not None and self._fits(choice):
-                return choice is self.best
-            # What is given a batch, not an iterator, needs a little more.
-            room = self._budget - self._reserved
-            less += int(_MARGIN * room)
-            if choice is not None:
-                less += max(choice.predicted_peak_bytes - room, 0)
-        self.error = InfeasibleBudget(self._budget, self._budget + less, 0)
-        return False
-
-    def _expected(self, options, count: int, line: probing.Line) -> Choice:
-        """What a step in so many parts is going to take."""
-        peak = line.peak_bytes(-(-self._rows // count))
-        if count > 1 and agreeing.processes(options).size > 1:
-            # The sum of the parts' gradients, which may take the place of a
-            # part's own: who is alone can try.
-            peak += batches.num_bytes(self._model.trainable_variables)
-        seconds = self._rows * line.row_seconds
-        return Choice(_in_parts(options, count), peak, seconds)
-
-    def _rehearsed(self, options: MemoryOptions) -> Choice | None:
-        """Tries a way; returns `None` if it ran out of memory."""
-        some = excerpt(self._batch, options)
-        seen, session = self._rehearsals.run(
-            some.options, some.batch, _AT_MOST_SECONDS
-        )
-        if seen is None:
-            return None
-        choice = Choice(
-            options,
-            seen.peak_bytes + some.left_bytes,
-            seen.seconds * some.times,
-        )
-        self.tried.append(choice)
-        self._progress.update(len(self.tried), finalize=False)
-        if self._fits(choice) and (
-            self.best is None
-            or choice.predicted_seconds < self.best.predicted_seconds
-        ):
-            self.best = choice
-            self.session = session if some.options == options else None
-        return choice
-
-
 def _in_fit(choice: Choice, reserved_bytes: int) -> Choice:
     """What a way takes with what is not to be used."""
     peak = choice.predicted_peak_bytes + reserved_bytes
@@ -357,20 +138,3 @@ def _allowed(model, given: MemoryOptions, allow: tuple[str, ...]) -> list:
         half = MixedPrecision("bfloat16")
         found += [dataclasses.replace(o, mixed_precision=half) for o in found]
     return [options for options in found if options != given]
-
-
-def _counts(rows: int) -> list[int]:
-    """Numbers of parts: those that make equal ones, and the powers of two."""
-    powers = {2**k for k in range(rows.bit_length()) if 2**k <= rows}
-    return sorted({c for c in range(1, rows + 1) if rows % c == 0} | powers)
-
-
-def _in_parts(options: MemoryOptions, count: int) -> MemoryOptions:
-    parts = MicroBatches(count) if count > 1 else None
-    return dataclasses.replace(options, microbatches=parts)
-
-
-def _is_quicker(
-    seconds: float, than_seconds: float, gain: float = _LEAST_GAIN
-) -> bool:
-    return seconds < (1 - gain) * than_seconds

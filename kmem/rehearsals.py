@@ -1,11 +1,12 @@
 """Rehearsals of a model's steps, of which none is run twice.
 
-A search (autotune.py) rehearses a dozen steps. A program that is started
+A search (searching.py) rehearses a dozen steps. A program that is started
 again would rehearse them all again, and a search for less memory most of them.
 """
 
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ from kmem import batches
 from kmem import cache
 from kmem import capture
 from kmem import memory
+from kmem import turns
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
 from kmem.options import MemoryOptions
@@ -33,7 +35,16 @@ def _load(path: pathlib.Path) -> Rehearsal:
     return Rehearsal(int(peak_bytes), float(seconds))
 
 
+def _save_ratio(found: float, path: pathlib.Path) -> None:
+    cache.write_whole(path, json.dumps(found))
+
+
+def _load_ratio(path: pathlib.Path) -> float:
+    return float(json.loads(path.read_bytes()))
+
+
 _store = Store("rehearsals", _save, _load)
+_ratios = Store("comparisons", _save_ratio, _load_ratio)
 
 
 class Rehearsals:
@@ -65,12 +76,7 @@ class Rehearsals:
             out of memory; and what ran it, if it ran now.
         """
         group = agreeing.processes(options)
-        plan = options.remat.plan if options.remat else None
-        key = (
-            *(self._key, batches.to_json(batch), plan and plan.segments),
-            *(options.microbatches, options.mixed_precision),
-            *(options.sharding, group.size),
-        )
+        key = self._step(options, batch)
         found, session = self._find(key), None
         is_missing = agreeing.highest(group, int(found is None))
         if found is None or is_missing:
@@ -86,6 +92,43 @@ class Rehearsals:
             agreeing.slowest(group, found.seconds),
         )
         return agreed, session
+
+    def compare(
+        self,
+        options: Sequence[MemoryOptions],
+        some: Sequence[Any],
+        sessions: Sequence[Session | None],
+    ) -> float | None:
+        """How many times as long a step takes as another one.
+
+        Args:
+            options: Those of two steps of this process alone.
+            some: What each gets, as `tf.TensorSpec`s.
+            sessions: What ran them, if they ran now.
+
+        Returns:
+            The ratio, or `None` if they ran out of memory.
+        """
+        key = tuple(map(self._step, options, some))
+        for _, ratio in _ratios.find(key) if self._key else ():
+            return ratio
+        ran = [
+            session or Session(self._model, each)
+            for session, each in zip(sessions, options, strict=True)
+        ]
+        ratio = turns.compare(ran, some)
+        if ratio is not None and self._key:
+            _ratios.keep(key, self._in_use, ratio)
+        return ratio
+
+    def _step(self, options: MemoryOptions, batch: Any) -> tuple:
+        """What a step is known by."""
+        plan = options.remat.plan if options.remat else None
+        return (
+            *(self._key, batches.to_json(batch), plan and plan.segments),
+            *(options.microbatches, options.mixed_precision),
+            *(options.sharding, agreeing.processes(options).size),
+        )
 
     def _find(self, key: tuple) -> Rehearsal | None:
         for before, found in _store.find(key) if self._key else ():

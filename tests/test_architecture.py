@@ -53,6 +53,8 @@ LAYERS = (
         "rehearsal",
         "probing",
         "choices",
+        "turns",
+        "searching",
         "autotune",
         "budgeted",
         "trial",
@@ -85,7 +87,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MAX_FILE_LINES = 400
 # A budget makes every addition ask what it is worth, and whether something
 # can go. Raise it in the change that needs it, and say why there.
-MAX_TOTAL_LINES = 26000
+MAX_TOTAL_LINES = 26200
 
 FRAMEWORKS = {"tensorflow", "keras"}
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda

@@ -224,6 +224,12 @@ def test_a_truncated_file_is_refused(tmp_path, share):
         Plan.load(path)
 
 
+def test_a_plan_whose_step_needs_less_than_was_drawn_is_kept(tmp_path):
+    plan = make_plan(resident_bytes=-1, spread_bytes=2)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
 def test_a_file_that_is_not_text_is_refused(tmp_path):
     path = tmp_path / "plan.json"
     path.write_bytes(b"\x89PNG\xff\xfe\x00\x01")
@@ -253,7 +259,7 @@ def test_a_file_of_another_version_is_refused(tmp_path):
         {"segments": [[0, 4]]},
         {"segments": [[0, 400, []]]},
         {"segments": ["all"]},
-        {"resident_bytes": -1},
+        {"resident_bytes": -(10**9)},
         {"resident_bytes": "3 MB"},
         {"spread_bytes": -1},
     ],

@@ -13,6 +13,7 @@ from keras import layers
 import kmem
 from kmem import planner
 from kmem import rehearsals
+from kmem import turns
 from kmem.store import Store
 
 KEY = "a model", 64, "auto"
@@ -111,13 +112,17 @@ def test_a_model_is_measured_and_planned_for_once(monkeypatch):
 
 def choose(folder, rehearse=None, kernel_size=3):
     """What is chosen for a budget, whether it was kept, and how many steps
-    were rehearsed, by another function if one is given."""
+    were rehearsed, or compared, by another function if one is given."""
     Store.folder = lambda store: folder / store.name
-    rehearse = rehearse or rehearsals.rehearse_on_batch
     rehearsed = []
-    rehearsals.rehearse_on_batch = lambda *args: (
-        rehearsed.append(args) or rehearse(*args)
+
+    def counted(function):
+        return lambda *args: rehearsed.append(args) or function(*args)
+
+    rehearsals.rehearse_on_batch = counted(
+        rehearse or rehearsals.rehearse_on_batch
     )
+    turns.compare = counted(rehearse or turns.compare)
     x = np.zeros((4096, 8, 4), "float32")
     # Beside it what other steps still hold is little.
     ballast = tf.zeros([256 * x.size])

@@ -37,7 +37,8 @@ class Plan:
         solver: What made it.
         budget_bytes: What was asked for, or `None` for `"auto"`.
         resident_bytes: What is in memory all the time: parameters, optimizer,
-            and what the step needs beyond what the network tells.
+            and what the step needs beyond what the network tells, which is
+            negative if it needs less.
         lower_bound_seconds: No schedule within the budget is faster.
         spread_bytes: How much more some steps may need than others, as
             operations that run side by side end in another order each time.
@@ -246,7 +247,7 @@ class Plan:
             segments=tuple(map(_to_segment, content["segments"])),
             **{name: content[name] for name in _SAVED_AS_THEY_ARE},
         )
-        sizes = plan.resident_bytes, plan.spread_bytes
+        sizes = plan.predicted_peak_bytes, plan.spread_bytes
         # Replayed, which finds what does not fit together.
         if min(*plan.simulation.step_bytes, *sizes) < 0:
             raise ValueError("negative sizes")
