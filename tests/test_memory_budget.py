@@ -12,6 +12,10 @@ from keras import layers
 
 import kmem
 from kmem import capture
+from kmem import rehearsals
+from kmem import searching
+from kmem import turns
+from kmem.session import Session
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -148,6 +152,43 @@ def test_larger_parts_are_planned_for_where_single_rows_fit():
     tried = _tried_with_the_room_of(4, model, data)
 
     assert {(4, False), (2, True)} <= tried
+
+
+@pytest.mark.parametrize(("ratio", "extreme"), [(0.01, max), (100.0, min)])
+def test_of_close_ways_the_one_that_is_quicker_in_turns_is_chosen(
+    plain, monkeypatch, ratio, extreme
+):
+    monkeypatch.setattr(searching, "_CLOSE", 1.0)
+    monkeypatch.setattr(turns, "compare", lambda *_: ratio)
+    # What this process has seen.
+    monkeypatch.setattr(rehearsals._ratios, "_kept", {})
+    _, needed = plain
+    model = _model()
+    budget = _budget(needed, 0.6)
+
+    _fit(model, memory_budget=budget)
+
+    report = model.memory_report
+    tried = [report.chosen, *report.alternatives]
+    fit = [c.options for c in tried if c.predicted_peak_bytes <= budget]
+    counts = {o.microbatches.count for o in fit if not o.remat}
+    assert len(counts) > 1
+    assert report.chosen.options.microbatches.count == extreme(counts)
+
+
+def test_steps_in_turns_leave_a_model_as_it_was():
+    model = _model()
+    model.train_on_batch(*_data(4))
+    before = _weights(model)
+    options = [kmem.MemoryOptions(microbatches=count) for count in (2, 4)]
+    sessions = [Session(model, each) for each in options]
+    specs = [tf.TensorSpec(array.shape, array.dtype) for array in _data(4)]
+
+    ratio = turns.compare(sessions, [tuple(specs)] * 2)
+
+    assert ratio > 0
+    for got, value in zip(_weights(model), before, strict=True):
+        np.testing.assert_array_equal(got, value)
 
 
 def _tried_with_the_room_of(count, model, data):
