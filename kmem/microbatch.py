@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from kmem import backward
 from kmem import capture
+from kmem import loops
 from kmem import releasing
 from kmem.loss_terms import ROWS
 from kmem.loss_terms import SUM
@@ -145,7 +146,7 @@ class GradientStep:
             capture.capturing(self._model, self._optimizer) as update,
             self._processes.weighing(share, update),
         ):
-            logs = self._train_step(data)
+            logs = loops.one_by_one(self._train_step, data)
         order = None
         if self._ordered:
             order = backward.hold_back(update.gradients or [])

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from kmem import batches
 from kmem import capture
+from kmem import loops
 from kmem import precision
 from kmem import releasing
 from kmem import requirements
@@ -125,8 +126,7 @@ class Session:
         if session is None or session._compiled != compiled_state(model):
             session = cls(model, options)
         kept = list(sessions.items())[1 - _MAX_SESSIONS :]
-        sessions = dict([*kept, (options, session)])
-        object.__setattr__(model, _SESSIONS, sessions)
+        object.__setattr__(model, _SESSIONS, dict([*kept, (options, session)]))
         return session
 
     def install(self, test_step: bool = True, guard: bool = False) -> None:
@@ -268,7 +268,7 @@ class Session:
         with self._device(grows_from):
             with self._precision(), self._forward(training=True), self._remat():
                 if not self._captures:
-                    return self._user_train_step(data)
+                    return loops.one_by_one(self._user_train_step, data)
                 batch = self._gradient_step(data)
             with self._updating():
                 self._updater.add(batch)

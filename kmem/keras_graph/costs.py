@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from kmem import broadcasts
 from kmem import capture
+from kmem import loops
 from kmem import memory
 from kmem import releasing
 from kmem.keras_graph.recording import Call
@@ -275,7 +276,8 @@ def _run_looped(run: Callable, *specs) -> _Run:
 
     def repeat(count, *tensors):
         def once(i, total):
-            outputs = tf.nest.flatten(run(*tensors), expand_composites=True)
+            outputs = loops.one_by_one(run, *tensors)
+            outputs = tf.nest.flatten(outputs, expand_composites=True)
             # A number of each output, or it would not be computed.
             for output in outputs:
                 if output.dtype.is_floating or output.dtype.is_integer:
