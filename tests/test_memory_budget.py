@@ -143,6 +143,7 @@ def test_the_sum_of_gradients_may_take_the_place_of_those_of_a_step():
     assert (2, False) in tried
 
 
+@pytest.mark.exhaustive
 def test_larger_parts_are_planned_for_where_single_rows_fit():
     hidden = [layers.Dense(64, "tanh") for _ in range(16)]
     model = keras.Sequential([keras.Input((256, 16)), *hidden])
@@ -154,7 +155,13 @@ def test_larger_parts_are_planned_for_where_single_rows_fit():
     assert {(4, False), (2, True)} <= tried
 
 
-@pytest.mark.parametrize(("ratio", "extreme"), [(0.01, max), (100.0, min)])
+@pytest.mark.parametrize(
+    ("ratio", "extreme"),
+    [
+        pytest.param(0.01, max, marks=pytest.mark.exhaustive),
+        (100.0, min),
+    ],
+)
 def test_of_close_ways_the_one_that_is_quicker_in_turns_is_chosen(
     plain, monkeypatch, ratio, extreme
 ):
