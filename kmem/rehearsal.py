@@ -67,7 +67,7 @@ def rehearse(session: Session, batch) -> Rehearsal | None:
     """
     accumulates = session.options.gradient_accumulation_steps is not None
     group = agreeing.processes(session.options)
-    with _installed(session):
+    with _rehearsing(session):
         seen = rehearse_steps(session.model, batch, accumulates, group)
         if seen is None:
             return None
@@ -114,7 +114,7 @@ def rehearse_on_batch(
     """
     data = batches.made_up(batch)
     num_steps = _num_steps(session.model, accumulates=False)
-    with _installed(session):
+    with _rehearsing(session):
         return _measured(
             session.on_batch(),
             data,
@@ -126,16 +126,29 @@ def rehearse_on_batch(
 
 
 @contextlib.contextmanager
-def _installed(session: Session) -> Iterator[None]:
+def _rehearsing(session: Session) -> Iterator[None]:
     """Within, the model trains in a session; then it is as it was."""
     session.build()
     with unchanged(session):
-        session.install(test_step=False)
         try:
-            yield
+            with installed(session):
+                yield
         finally:
-            session.remove()
             gc.collect()
+
+
+@contextlib.contextmanager
+def installed(session: Session) -> Iterator[None]:
+    """Within, the model trains in a session.
+
+    Args:
+        session: The session, which validates as the model does.
+    """
+    session.install(test_step=False)
+    try:
+        yield
+    finally:
+        session.remove()
 
 
 def _measured(

@@ -19,6 +19,7 @@ from kmem import memory
 from kmem.dtr import device
 from kmem.dtr.program import Program
 from kmem.dtr.program import read_program
+from kmem.rehearsal import installed
 from kmem.rehearsal import timed
 from kmem.rehearsal import unchanged
 from kmem.session import Session
@@ -117,11 +118,8 @@ class Trial:
     def _installed(self) -> Iterator[None]:
         model: Any = self._session.model
         if not self._plainly:
-            self._session.install(test_step=False)
-            try:
+            with installed(self._session):
                 yield
-            finally:
-                self._session.remove()
             return
         before = model.run_eagerly, model.train_function
         try:

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from kmem import batches
+from kmem.rehearsal import installed
 from kmem.rehearsal import timed
 from kmem.rehearsal import unchanged
 from kmem.session import Session
@@ -57,8 +58,5 @@ def compare(sessions: Sequence[Session], some: Sequence[Any]) -> float | None:
 
 
 def _turn(session: Session, data: Any) -> float:
-    session.install(test_step=False)
-    try:
+    with installed(session):
         return timed(session.on_batch(), data)
-    finally:
-        session.remove()

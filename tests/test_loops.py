@@ -59,9 +59,9 @@ def test_few_gradients_of_a_recurrent_layer_are_in_memory_at_a_time(options):
 
 def test_a_recurrent_layer_learns_the_same_as_in_plain_keras():
     weights = []
-    for options in (None, kmem.MemoryOptions(memory_budget="1GB")):
+    for budget in (None, "1GB"):
         model = _model()
-        model.memory_options = options or kmem.MemoryOptions()
+        model.memory_options = kmem.MemoryOptions(memory_budget=budget)
         for _ in range(3):
             model.train_on_batch(*_data())
         weights.append(model.get_weights())
