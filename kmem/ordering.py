@@ -14,6 +14,7 @@ operations itself.
 """
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Container
 from collections.abc import Iterable
@@ -120,6 +121,12 @@ def needed(graph: tf.Graph, ops: Iterable[tf.Operation]) -> list[tf.Operation]:
     """
     found = _ancestors(ops)
     return _sorted([op for op in graph.get_operations() if op in found])
+
+
+def one_by_one(ops: Iterable[tf.Operation]) -> None:
+    """Has operations run one after another, in an order they can run in."""
+    for before, op in itertools.pairwise(ops):
+        _wait(op, [before])
 
 
 class Order:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from kmem import batches
 from kmem import capture
 from kmem import loops
+from kmem import pipeline
 from kmem import precision
 from kmem import releasing
 from kmem import requirements
@@ -60,7 +61,6 @@ class Session:
         requirements.check(model, options)
         self.model = model
         self.options = options
-        self._mixed_precision = options.mixed_precision
         self._user_train_step = model.train_step
         self._user_test_step = model.test_step
         self._user_predict_step = model.predict_step
@@ -68,8 +68,8 @@ class Session:
         self._functions: dict[str, Any] = {}
         self._made: dict[str, Any] = {}
         optimizer: Any = model.optimizer
-        if self._mixed_precision is not None:
-            optimizer = precision.loss_scaled(model, self._mixed_precision)
+        if options.mixed_precision is not None:
+            optimizer = precision.loss_scaled(model, options.mixed_precision)
         # A plan counts on the order that a captured gradient is given.
         self._plan = options.remat.plan if options.remat else None
         self._frame = planned_frame(model, options) if self._plan else None
@@ -174,7 +174,7 @@ class Session:
                 self._made["train_function"] = model.train_function
             model.run_eagerly = run_eagerly
             # Both read weights, in a dtype or from shards.
-            if self._mixed_precision is not None or self._sharded is not None:
+            if self.options.mixed_precision or self._sharded is not None:
                 with capture.attribute(model, "test_step", self._run_test_step):
                     model.make_test_function(force=True)
                     self._made["test_function"] = model.test_function
@@ -227,9 +227,8 @@ class Session:
     @property
     def state(self) -> list:
         """The variables that a step may change."""
-        model, optimizer = self.model, self._optimizer
-        metrics = [v for metric in model.metrics for v in metric.variables]
-        return stored([*model.variables, *optimizer.variables, *metrics])
+        changed = [self.model, self._optimizer, *self.model.metrics]
+        return stored([v for each in changed for v in each.variables])
 
     def build(self) -> None:
         """Makes the variables that the first step would make."""
@@ -255,7 +254,8 @@ class Session:
                 raise
         self.build()
         step = functools.partial(self._rehearse, data, failed)
-        raise with_least_threshold(failed.limit_bytes, message, step)
+        ready = pipeline.ready_bytes(data)
+        raise with_least_threshold(failed.limit_bytes, message, step, ready)
 
     def _rehearse(self, data, failed: DeviceSession, threshold: int) -> int:
         device = failed.again()

@@ -1,6 +1,7 @@
 """`kmem.DTR(compile="layers")`: the same numbers, with one operator a layer."""
 
 import contextlib
+import gc
 
 import keras
 import numpy as np
@@ -91,6 +92,24 @@ def test_a_layer_has_its_numbers_when_it_is_compiled(make, name, compiled):
 
     assert compiled
     assert all(layer.startswith(name) for layer, _ in compiled)
+
+
+@pytest.mark.parametrize(
+    "make", [layers.BatchNormalization, layers.LayerNormalization]
+)
+@pytest.mark.usefixtures("native_library")
+def test_every_copy_of_a_layer_has_the_same_peak(make):
+    x = tf.constant(rows(32, 16, 16, 16))
+
+    def peak(layer):
+        gradients(layer, x, compile=True, steps=1)  # Traces it.
+        gc.collect()
+        before = kmem.memory.current()
+        with kmem.memory.track() as usage:
+            gradients(layer, x, compile=True, steps=1)
+        return usage.peak_bytes - before
+
+    assert len({peak(sequential(make)()) for _ in range(8)}) == 1
 
 
 class Attends(layers.Layer):

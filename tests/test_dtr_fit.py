@@ -246,6 +246,15 @@ def test_the_threshold_that_would_do_is_near_the_smallest(asked_for):
     assert smallest <= least <= 1.05 * smallest
 
 
+def test_the_threshold_that_would_do_leaves_room_for_an_input_pipeline():
+    error: Any = with_least_threshold(
+        10**10, "No room.", lambda threshold: max(threshold, 10**10), 10**9
+    )
+
+    least = int(error.message.split("at least ")[1].split()[0])
+    assert 11 * 10**9 <= least <= 11.5 * 10**9
+
+
 @pytest.mark.parametrize(
     "make, compile",
     [

@@ -25,6 +25,7 @@ import tensorflow as tf
 # tests/test_dtr_blocks.py fails if it moves.
 from tensorflow.python.eager import record
 
+from kmem import ordering
 from kmem.remat import purity
 from kmem.remat import state
 from kmem.remat.structure import Structure
@@ -105,6 +106,8 @@ class CompiledCall:
             for number in self._assigned
         ]
         outputs = _distinct([*results, *changed, *kept], but=inputs)
+        _in_order(graph, outputs, but=inputs)
+        _in_order(graph, fetches, but=kept + given)
         self._forward = _Function(graph, inputs, outputs)
         self._backward = _Function(graph, kept + given, fetches)
 
@@ -290,6 +293,19 @@ def _read(made: set, operations: list, fetches: list) -> list:
     read = [t for op in operations for t in op.inputs] + fetches
     return _distinct(
         [t for t in read if t.op in made and t.op.type != "Const"], but=[]
+    )
+
+
+def _in_order(graph, outputs: list, but: list) -> None:
+    """Has operations run as they were traced.
+
+    What would be free to run first differs from one copy of a graph to the
+    next, and the peak with it.
+    """
+    needed = ordering.needed(graph, [t.op for t in outputs])
+    made = set(ordering.needed(graph, [t.op for t in but]))
+    ordering.one_by_one(
+        op for op in needed if op not in made and op.type not in _NO_WORK
     )
 
 

@@ -25,7 +25,10 @@ _MARGIN = 0.02
 
 
 def with_least_threshold(
-    threshold_bytes: int, message: str, step: Callable[[int], int]
+    threshold_bytes: int,
+    message: str,
+    step: Callable[[int], int],
+    reserved_bytes: int = 0,
 ) -> Exception:
     """The error of a step that has failed, with a threshold that would do.
 
@@ -34,13 +37,16 @@ def with_least_threshold(
         message: The error's.
         step: Runs the step from a threshold in bytes, and returns what it was
             raised to; see `DeviceSession.scope`.
+        reserved_bytes: Room that what runs beside steps may take; it is left
+            free in each try.
     """
     gc.collect()  # What the error's frames held.
-    least = _least_threshold(max(threshold_bytes, memory.current()), step)
+    fails = max(threshold_bytes - reserved_bytes, memory.current())
+    least = _least_threshold(fails, step)
     if least is not None:
         message = (
-            f"The threshold must be at least {least} bytes for this step, "
-            f"which was tried with it. {message}"
+            f"The threshold must be at least {least + reserved_bytes} bytes "
+            f"for this step, which was tried with it. {message}"
         )
     return tf.errors.ResourceExhaustedError(None, None, message)
 
