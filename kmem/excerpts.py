@@ -39,7 +39,7 @@ def excerpt(batch: Any, options: MemoryOptions) -> Excerpt:
         options: Those of the step.
     """
     rows = batches.num_rows(batch)
-    count = options.microbatches.count if options.microbatches else 1
+    count = options.num_parts
     if rows is None or count <= _NUM_PARTS:
         return Excerpt(batch, options, 0, 1.0)
     some_rows = min(rows, _NUM_PARTS * -(-rows // count))

@@ -321,6 +321,11 @@ class MemoryOptions:
     def __bool__(self) -> bool:
         return any(getattr(self, name) is not None for name in _PARSERS)
 
+    @property
+    def num_parts(self) -> int:
+        """In how many parts a batch is computed."""
+        return self.microbatches.count if self.microbatches else 1
+
 
 def split_options(arguments: dict[str, Any], known: set[str]) -> MemoryOptions:
     """Takes the memory options out of a call's keyword arguments.

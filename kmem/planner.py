@@ -267,9 +267,8 @@ def build(model: keras.Model, batch) -> None:
 
 def _part(batch, options: MemoryOptions) -> Any:
     """What of a batch a process computes at a time, at most."""
-    count = options.microbatches.count if options.microbatches else 1
     own = batches.part_of(batch, agreeing.processes(options).size)
-    return batches.part_of(own, count)
+    return batches.part_of(own, options.num_parts)
 
 
 def _measured_by_first(group: Engine, network: Network) -> Network:

@@ -123,12 +123,10 @@ class Search:
                 continue
             if index == 0:
                 return first
-            each = self._smaller_parts(options, counts[index:], first)
+            second = self._smaller_parts(options, counts[index + 1 :], first)
+            each = _part_seconds(plain, first, second)
             fewer = counts[:index][::-1]
             seconds = first.predicted_seconds
-            # Steps with a few rows tell as well.
-            less = seconds - plain.predicted_seconds
-            each = max(each, less / (count - counts[0]))
             least = [seconds - (count - c) * each for c in fewer]
             self._larger_parts(options, fewer, least)
             return dataclasses.replace(plain, predicted_seconds=least[-1])
@@ -142,25 +140,19 @@ class Search:
 
     def _smaller_parts(
         self, options, counts: list[int], first: Choice
-    ) -> float:
-        """Goes on to more parts while that is quicker; returns what each part
-        costs besides its rows, in seconds: the most, if that is not seen."""
-        seconds = first.predicted_seconds
-        most = _MOST_OVERHEAD * seconds / counts[0]
-        part_seconds, last = most, first
-        for count in counts[1:]:
+    ) -> Choice | None:
+        """Goes on to more parts while that is quicker; returns what the first
+        of these steps took, if it ran."""
+        second, last = None, first
+        for count in counts:
             found = self._rehearsed(_in_parts(options, count))
             if found is None:
                 break
-            if last is first:
-                difference = found.predicted_seconds - seconds
-                # Steps differ by more when the machine is busy.
-                each = min(most, difference / (count - counts[0]))
-                part_seconds = max(0.0, each)
+            second = second or found
             if not _is_quicker(found.predicted_seconds, last.predicted_seconds):
                 break
             last = found
-        return part_seconds
+        return second
 
     def _larger_parts(self, options, counts: list[int], least: list[float]):
         """Goes on to fewer parts, with plans, while that is quicker.
@@ -285,6 +277,26 @@ def _counts(rows: int) -> list[int]:
     """Numbers of parts: those that make equal ones, and the powers of two."""
     powers = {2**k for k in range(rows.bit_length()) if 2**k <= rows}
     return sorted({c for c in range(1, rows + 1) if rows % c == 0} | powers)
+
+
+def _part_seconds(plain: Choice, first: Choice, second: Choice | None) -> float:
+    """What each part costs besides its rows: the most, if that is not seen.
+
+    Args:
+        plain: What the fewest parts would take by their rows alone.
+        first: What a step in more parts took.
+        second: What one in still more took, if it ran.
+    """
+    count, seconds = first.options.num_parts, first.predicted_seconds
+    # Steps with a few rows tell as well.
+    told = seconds - plain.predicted_seconds
+    told /= count - plain.options.num_parts
+    seen = most = _MOST_OVERHEAD * seconds / count
+    if second is not None:
+        difference = second.predicted_seconds - seconds
+        # Steps differ by more when the machine is busy.
+        seen = min(most, difference / (second.options.num_parts - count))
+    return max(0.0, seen, told)
 
 
 def _in_parts(options: MemoryOptions, count: int) -> MemoryOptions:

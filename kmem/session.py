@@ -106,12 +106,11 @@ class Session:
         self._updater = Updater(
             optimizer, self._num_batches, strategy, processes, early
         )
-        parts = options.microbatches
         self._gradient_step: Any = GradientStep(
             model,
             self._user_train_step,
             optimizer,
-            num_parts=parts.count if parts else 1,
+            num_parts=options.num_parts,
             by_group=self._num_batches > 1 or strategy.num_replicas_in_sync > 1,
             ordered=self._plan is not None,
             processes=processes,

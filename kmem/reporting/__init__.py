@@ -81,8 +81,7 @@ def _profiled(model, found: MemoryReport) -> pictures.Graphs:
         options = choice.options
         if steps.plan_of(choice) is not None:
             continue
-        count = options.microbatches.count if options.microbatches else 1
-        part = batches.part_of(batch, count)
+        part = batches.part_of(batch, options.num_parts)
         with option_precision(model, options):
             profile = profiling.profile(model, part, costs="flops")
         graphs[options] = profile.network.graph

@@ -50,8 +50,7 @@ class Step:
             are in use during each of them.
         """
         operations = self.graph.operations
-        parts = self.choice.options.microbatches
-        count = parts.count if parts else 1
+        count = self.choice.options.num_parts
         seconds = [operations[index].seconds for index in self.schedule]
         edges = np.cumsum([0.0, *seconds * count])
         # The update, and what else is no operation of the model.
