@@ -28,6 +28,8 @@ _SLACK = 0.05
 # does not, but the input pipeline beside it may.
 _MARGIN, _MARGIN_IN_XLA = 0.01, 0.003
 _OUT_OF_MEMORY_STEP = 0.1
+# How often less recomputation is tried where a peak is not as drawn.
+_MAX_LESS = 3
 
 
 @dataclasses.dataclass
@@ -85,7 +87,7 @@ class Corrector:
         """
         resident = self._in_use + self._learned.extra_bytes
         if budget == "auto":
-            return self._measured(self._chooser.auto(), None, resident)
+            return self._auto(resident)
         if isinstance(budget, float):
             point = self._chooser.everything
             everything = self._measured(point, None, resident)
@@ -93,6 +95,27 @@ class Corrector:
             budget = int(budget * (unplanned + reserved))
             resident = everything.resident_bytes + everything.spread_bytes
         return self._within(int(budget) - reserved, resident, reserved)
+
+    def _auto(self, resident: int) -> Plan:
+        """The smallest peak for a bounded slowdown, and no more recomputation
+        than that takes."""
+        point = self._chooser.auto()
+        best = self._measured(point, None, resident)
+        if self._mode != "xla" or self._rehearse is None:
+            return best
+        # XLA orders operations itself: from some plan on, peaks stay the same.
+        low, high = point.peak_bytes, best.highest_peak_bytes - self._in_use
+        for _ in range(_MAX_LESS):
+            if high - low <= _SLACK * high:
+                break
+            drawn = (low + high) // 2
+            point = self._point(drawn, smallest=False)
+            found = self._measured(point, None, resident)
+            if found.highest_peak_bytes <= best.highest_peak_bytes:
+                best, low = found, drawn
+            else:
+                high = drawn
+        return best
 
     def _within(self, budget: int, resident: int, reserved: int) -> Plan:
         """The fastest plan that keeps the budget when it is rehearsed."""

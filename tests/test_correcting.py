@@ -16,7 +16,7 @@ SIZES = [1000] * (LENGTH + 1)
 NETWORK = chain(SIZES, SIZES[1:], [1.0] * LENGTH)
 
 
-def corrector(needs, spread_bytes=0):
+def corrector(needs, spread_bytes=0, mode="graph"):
     """One whose steps need what a function of their drawn peak says."""
     rehearsed = []
 
@@ -27,7 +27,7 @@ def corrector(needs, spread_bytes=0):
 
     chooser = Chooser(NETWORK)
     spec = tf.TensorSpec((4, 3))
-    made = Corrector(Learned(chooser), spec, "graph", IN_USE, rehearse)
+    made = Corrector(Learned(chooser), spec, mode, IN_USE, rehearse)
     return made, rehearsed
 
 
@@ -60,6 +60,29 @@ def test_a_plan_uses_what_its_budget_allows(needs):
     seconds = plan.predicted_seconds
     assert seconds <= 1.05 * quickest(lambda d: needs(d) or BUDGET + 1)
     assert len(rehearsed) <= 6
+
+
+def test_recomputation_that_saves_nothing_in_xla_is_left_out():
+    floor = 30_000
+    made, rehearsed = corrector(
+        lambda drawn: max(drawn, floor) + IN_USE, mode="xla"
+    )
+    chooser = Chooser(NETWORK)
+
+    plan = made.plan("auto", 0)
+
+    assert plan.predicted_peak_bytes == floor + IN_USE
+    assert plan.predicted_seconds < 0.95 * chooser.auto().seconds
+    assert plan.predicted_seconds < 1.05 * chooser.within(floor).seconds
+    assert len(rehearsed) <= 4
+
+
+def test_as_much_is_recomputed_in_xla_as_saves_memory():
+    made, _ = corrector(lambda drawn: drawn + IN_USE, mode="xla")
+
+    plan = made.plan("auto", 0)
+
+    assert plan.segments == Chooser(NETWORK).auto().segments
 
 
 def test_what_was_seen_to_keep_a_budget_is_not_rehearsed_again():
