@@ -110,7 +110,11 @@ class Updater:
                 # The last layer's first, as a backward pass makes them.
                 gradients, variables = gradients[::-1], variables[::-1]
                 first = [g for g in gradients if g is not None][:1]
-            with updates.in_turn(self._optimizer, first, order):
+            # One operation copies all gradients there, and waits for the last.
+            with (
+                without_reduction(self._optimizer),
+                updates.in_turn(self._optimizer, first, order),
+            ):
                 self._optimizer.apply(gradients, variables)
             return
         sums = {g: _times_denominator(batch, g) for g in batch.gradients}
@@ -287,7 +291,8 @@ def without_reduction(optimizer):
     """Lets the optimizer take its gradients as summed over replicas already.
 
     Private in Keras: it reduces after it clips, so that every replica clips
-    its own share. tests/test_mirrored.py fails if the name moves.
+    its own share. tests/test_mirrored.py and test_updates.py fail if the name
+    moves.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     with capture.attribute(inner, "_all_reduce_sum_gradients", list):

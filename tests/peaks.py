@@ -18,6 +18,11 @@ def least_peak_bytes(step, *arguments) -> int:
         step: A function that takes no lasting memory after its first run.
         *arguments: What it is given.
     """
+    return min(peaks_bytes(step, *arguments))
+
+
+def peaks_bytes(step, *arguments) -> list[int]:
+    """What each of a few steps took, as `least_peak_bytes`."""
     step(*arguments)
     gc.collect()
     peaks = []
@@ -25,4 +30,4 @@ def least_peak_bytes(step, *arguments) -> int:
         with kmem.memory.track("CPU") as usage:
             step(*arguments)
         peaks.append(usage.peak_bytes - usage.start_bytes)
-    return min(peaks)
+    return peaks

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from peaks import least_peak_bytes
+from peaks import peaks_bytes
 
 import kmem
 
@@ -48,7 +48,7 @@ def test_gradients_of_all_variables_are_never_together():
         plan = kmem.plan(model, batch(), budget="1GB", costs="flops")
         assert not plan.segments
         drawn = max(plan.simulation.step_bytes)
-        return drawn, least_peak_bytes(planned(model, plan))
+        return drawn, max(peaks_bytes(planned(model, plan)))
 
     drawn, peak = measured()
     # All gradients have to be there before one of them is clipped.
@@ -56,7 +56,7 @@ def test_gradients_of_all_variables_are_never_together():
 
     num_bytes = 4 * stack(depth=12).count_params()
     assert drawn < drawn_with_all - 0.7 * num_bytes
-    assert peak < peak_with_all - 0.2 * num_bytes
+    assert peak < peak_with_all - 0.6 * num_bytes
 
 
 @pytest.mark.parametrize(
