@@ -184,8 +184,13 @@ def test_of_close_ways_the_one_that_is_quicker_in_turns_is_chosen(
     _fit(model, memory_budget=budget)
 
     report = model.memory_report
-    tried = [report.chosen, *report.alternatives]
-    fit = [c.options for c in tried if c.predicted_peak_bytes <= budget]
+    # The search leaves a hundredth free.
+    others = [
+        choice
+        for choice in report.alternatives
+        if choice.predicted_peak_bytes <= 0.99 * budget
+    ]
+    fit = [choice.options for choice in (report.chosen, *others)]
     counts = {o.microbatches.count for o in fit if not o.remat}
     assert len(counts) > 1
     assert report.chosen.options.microbatches.count == extreme(counts)
