@@ -110,7 +110,7 @@ class Updater:
                 # The last layer's first, as a backward pass makes them.
                 gradients, variables = gradients[::-1], variables[::-1]
                 first = [g for g in gradients if g is not None][:1]
-            # One operation copies all gradients there, and waits for the last.
+            # Keras reduces all gradients at once: each would wait for the last.
             with (
                 without_reduction(self._optimizer),
                 updates.in_turn(self._optimizer, first, order),
