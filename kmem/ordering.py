@@ -123,7 +123,7 @@ def needed(graph: tf.Graph, ops: Iterable[tf.Operation]) -> list[tf.Operation]:
     return _sorted([op for op in graph.get_operations() if op in found])
 
 
-def one_by_one(ops: Iterable[tf.Operation]) -> None:
+def chain(ops: Iterable[tf.Operation]) -> None:
     """Has operations run one after another, in an order they can run in."""
     for before, op in itertools.pairwise(ops):
         _wait(op, [before])

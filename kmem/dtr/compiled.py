@@ -15,6 +15,7 @@ but its arguments and Keras's variables; see `CannotCompile`.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -106,8 +107,9 @@ class CompiledCall:
             for number in self._assigned
         ]
         outputs = _distinct([*results, *changed, *kept], but=inputs)
-        _in_order(graph, outputs, but=inputs)
-        _in_order(graph, fetches, but=kept + given)
+        needed = ordering.needed(graph, [t.op for t in outputs + fetches])
+        _in_order(op for op in needed if op in made)
+        _in_order(op for op in needed if op not in made)
         self._forward = _Function(graph, inputs, outputs)
         self._backward = _Function(graph, kept + given, fetches)
 
@@ -296,17 +298,13 @@ def _read(made: set, operations: list, fetches: list) -> list:
     )
 
 
-def _in_order(graph, outputs: list, but: list) -> None:
-    """Has operations run as they were traced.
+def _in_order(operations: Iterable) -> None:
+    """Has a function's operations run as they were traced.
 
     What would be free to run first differs from one copy of a graph to the
     next, and the peak with it.
     """
-    needed = ordering.needed(graph, [t.op for t in outputs])
-    made = set(ordering.needed(graph, [t.op for t in but]))
-    ordering.one_by_one(
-        op for op in needed if op not in made and op.type not in _NO_WORK
-    )
+    ordering.chain(op for op in operations if op.type not in _NO_WORK)
 
 
 def _distinct(tensors: list, but: list) -> list:
