@@ -8,11 +8,10 @@ steps, in graph mode.
 """
 
 import argparse
-import subprocess
-import sys
 import time
 
 from table import add_output
+from table import lines_of
 from table import made_by
 from table import writer
 
@@ -122,14 +121,9 @@ def main():
 
     write = writer(arguments.output, header())
     for name in arguments.models:
-        # In a process of its own, in which nothing else is in memory.
-        command = [sys.executable, __file__, "--run", name]
-        command += ["--budgets", str(arguments.budgets)]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True
-        ) as process:
-            for line in process.stdout:
-                write(line)
+        run = ("--run", name, "--budgets", arguments.budgets)
+        for line in lines_of(__file__, *run):
+            write(line)
 
 
 if __name__ == "__main__":

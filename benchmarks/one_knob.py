@@ -14,6 +14,7 @@ import statistics
 import time
 
 from table import add_output
+from table import lines_of
 from table import made_by
 from table import writer
 
@@ -116,19 +117,22 @@ class Training:
 
     def __init__(self, name):
         import keras
+        import tensorflow as tf
 
         import kmem
 
         # It counts from TensorFlow's first operation on.
         kmem.memory.current("CPU")
         keras.utils.set_random_seed(0)
-        model, self._x, self._y = MODELS[name]()
+        model, *data = MODELS[name]()
+        self.num_rows = len(data[0])
+        # On the device, where `fit` has its batches too.
+        self._batch = [tf.raw_ops.DeepCopy(x=array) for array in data]
         model.compile(
             keras.optimizers.SGD(1e-3, momentum=0.9),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
         self.model = kmem.wrap(model)
-        self.num_rows = len(self._x)
         # Both are made here.
         self.step(kmem.MemoryOptions())
         self._variables = [*model.variables, *model.optimizer.variables]
@@ -141,7 +145,7 @@ class Training:
         self.model.memory_options = options
         start = time.perf_counter()
         with kmem.memory.track("CPU") as usage:
-            self.model.train_on_batch(self._x, self._y)
+            self.model.train_on_batch(*self._batch)
         return usage.peak_bytes, time.perf_counter() - start
 
     def steps(self, options, count=3):
@@ -174,8 +178,10 @@ class Training:
         """Options with the best plan for a budget, or `None`."""
         import kmem
 
+        # The planner counts with a batch beside the one that is in memory.
+        budget_bytes += sum(tensor.numpy().nbytes for tensor in self._batch)
         try:
-            made = kmem.plan(self.model, (self._x, self._y), budget_bytes)
+            made = kmem.plan(self.model, tuple(self._batch), budget_bytes)
         except ValueError:
             return None
         return kmem.MemoryOptions(remat=kmem.Remat(plan=made))
@@ -274,13 +280,18 @@ def main():
     names = list(MODELS)
     parser.add_argument("--models", nargs="+", default=names, choices=names)
     add_output(parser)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.run:
+        for line in rows(arguments.run):
+            print(line, flush=True)
+        return
     title = "# One knob beside every single option\n\n"
     header = f"{title}{made_by(__file__)}\n\n{HEADER}"
     write = writer(arguments.output, header)
     for name in arguments.models:
-        for line in rows(name):
-            write(f"{line}\n")
+        for line in lines_of(__file__, "--run", name):
+            write(line)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import subprocess
+import sys
 
 
 def made_by(script, packages=("kmem", "tensorflow", "keras")):
@@ -42,3 +44,15 @@ def writer(output, header):
     if not (output and output.exists()):
         write(header)
     return write
+
+
+def lines_of(script, *arguments):
+    """The lines that a script prints, in a process in which nothing else is
+    in memory."""
+    command = [sys.executable, script, *map(str, arguments)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield from process.stdout
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)

@@ -21,16 +21,56 @@ from kmem import planner
 from kmem.accumulation import build_optimizer
 from kmem.choices import Choice
 from kmem.choices import MemoryReport
+from kmem.choices import describe
 from kmem.options import MemoryOptions
 from kmem.options import MixedPrecision
 from kmem.options import Sharding
-from kmem.planning.errors import InfeasibleBudget
 from kmem.searching import Search
 from kmem.session import Session
 from kmem.sharding import offloading
+from kmem.units import format_size
 
-# What rehearsals of the same step differ by at the most, as far as seen.
-_ALLOWANCE = 0.05
+# A step of a model whose rehearsals cannot be kept is rehearsed anew, and may
+# need more then.
+_ALLOWANCE = 0.02
+
+
+class ImpossibleBudget(ValueError):
+    """No step is known that keeps a `memory_budget`.
+
+    Args:
+        budget_bytes: The budget.
+        least: The smallest that was seen to be enough, and the options that
+            keep it, if any was seen.
+        left_bytes: What more is in memory when it is asked for.
+
+    Attributes:
+        smallest_bytes: The smallest budget that is known to be enough, or
+            `None`.
+        options: What it needs, or `None`.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        least: tuple[int, MemoryOptions] | None,
+        left_bytes: int,
+    ):
+        self.smallest_bytes: int | None = None
+        self.options: MemoryOptions | None = None
+        known = "and the device had room for none that was tried"
+        if least is not None:
+            peak, self.options = least
+            smallest = math.ceil((1 + _ALLOWANCE) * peak) + left_bytes
+            self.smallest_bytes = smallest
+            known = (
+                f"of which the smallest known is {smallest} "
+                f"({format_size(smallest)}), by {describe(self.options)}"
+            )
+        super().__init__(
+            "`memory_budget` must leave room for some way to take a step, "
+            f"{known}. Received: memory_budget={budget_bytes}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +112,7 @@ def choose(
         verbose: 1 shows progress.
 
     Raises:
-        ValueError: If nothing fits. It is an `InfeasibleBudget` that names the
-            smallest budget known to be possible, unless plans cannot be made.
+        ImpossibleBudget: If nothing fits.
     """
     planner.build(model, batch)
     # Its variables are in memory in every step.
@@ -88,7 +127,10 @@ def choose(
             search.run(others)
     search.end()
     if search.best is None:
-        raise _named(search.error, memory.current() - in_use)
+        # What it names has to do when it is asked for, when the search has
+        # left its traces in memory.
+        left = 2 * max(memory.current() - in_use, 0)
+        raise ImpossibleBudget(budget_bytes, search.least, left)
     best = search.best
     others = [choice for choice in search.tried if choice != best]
     others.sort(key=lambda choice: choice.predicted_seconds)
@@ -109,20 +151,6 @@ def _in_fit(choice: Choice, reserved_bytes: int) -> Choice:
     """What a way takes with what is not to be used."""
     peak = choice.predicted_peak_bytes + reserved_bytes
     return dataclasses.replace(choice, predicted_peak_bytes=peak)
-
-
-def _named(error: ValueError, left_bytes: int) -> ValueError:
-    """The error for `memory_budget`: what it names has to do when it is asked
-    for, when the search has left so many bytes in memory, of its traces."""
-    if not isinstance(error, InfeasibleBudget):
-        return error
-    smallest = (1 + _ALLOWANCE) * error.smallest_bytes + 2 * max(left_bytes, 0)
-    return InfeasibleBudget(
-        error.budget_bytes,
-        math.ceil(smallest),
-        error.lower_bound_bytes,
-        "memory_budget",
-    )
 
 
 def _allowed(model, given: MemoryOptions, allow: tuple[str, ...]) -> list:

@@ -91,6 +91,8 @@ class BudgetedSession:
         self._verbose = 0
         # What steps were seen to need beyond what was predicted.
         self._less = 0
+        # The batch of the step that is taken, as far as it is on the device.
+        self._in_hand = 0
         self._in_fit = True
         self._buckets: list[_Bucket] = []
         self._bucket: _Bucket | None = None
@@ -121,7 +123,7 @@ class BudgetedSession:
 
         Args:
             batch: Its first batch, as `tf.TensorSpec`s.
-            reserved_bytes: What the device holds besides, and does not yet.
+            reserved_bytes: What the device will hold besides.
         """
         if self._covering(batch) is None:
             self._choose(batch, reserved_bytes)
@@ -169,6 +171,7 @@ class BudgetedSession:
     def _step(self, batch):
         """Takes one step, in as many attempts as it needs."""
         specs = batches.specs_of(batch)
+        self._in_hand = pipeline.in_hand_bytes(batch)
         bucket = self._covering(specs) or self._choose_in_training(specs)
         if bucket is not self._bucket:
             self._enter(bucket)
@@ -248,9 +251,10 @@ class BudgetedSession:
             self.model.train_function = self._function
 
     def _choose_in_training(self, batch) -> _Bucket:
-        # It is in memory, but for what it has to make ready again.
+        # What a pipeline has to make ready again. A rehearsal makes a batch of
+        # its own, beside the one that is in memory by now.
         ready = pipeline.ready_bytes(batch) if self._in_fit else 0
-        return self._choose(batch, ready)
+        return self._choose(batch, ready - self._in_hand)
 
     def _with_less(self, bucket: _Bucket, less: int, message: str) -> _Bucket:
         """Chooses anew for a bucket, so many bytes below what it had.

@@ -199,6 +199,7 @@ class Corrector:
             budget + reserved,
             math.ceil(least) + reserved,
             bound + self._in_use + reserved,
+            "budget",
         )
 
     def _measured(self, point: Point, budget, resident) -> Plan:

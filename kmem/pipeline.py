@@ -39,3 +39,17 @@ def ready_bytes(batch, count: int = BATCHES_READY) -> int:
     if tf.config.list_logical_devices("GPU"):
         return 0
     return count * batches.num_bytes(batch)
+
+
+def in_hand_bytes(batch) -> int:
+    """What of a batch is on the device by now.
+
+    Args:
+        batch: What a step is given: tensors, or arrays of the host.
+    """
+    kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+    return sum(
+        batches.num_bytes(leaf)
+        for leaf in keras.tree.flatten(batch)
+        if isinstance(leaf, tf.Tensor) and f":{kind}:" in leaf.device
+    )

@@ -57,7 +57,6 @@ class Search:
         best: The quickest that fits, or `None`.
         tried: What each takes; of those that were not rehearsed, what the
             others let expect.
-        error: Why there is none, if none fits.
     """
 
     def __init__(self, model, batch, budget_bytes, reserved_bytes, verbose):
@@ -73,10 +72,8 @@ class Search:
         # What it was rehearsed by, and what ran that, if it ran now.
         self._ran: tuple[Excerpt, Session | None] | None = None
         self.tried: list[Choice] = []
-        self.error = ValueError(
-            "`memory_budget` must leave room for one layer with one row. "
-            f"Received: memory_budget={budget_bytes}"
-        )
+        # The least peaks of plans, where none fits.
+        self._least_planned: list[tuple[int, MemoryOptions]] = []
         self._progress = keras.utils.Progbar(
             None, verbose=verbose, unit_name="rehearsal"
         )
@@ -92,6 +89,20 @@ class Search:
             return None
         some, session = self._ran
         return session if some.options == self.best.options else None
+
+    @property
+    def least(self) -> tuple[int, MemoryOptions] | None:
+        """The smallest budget in bytes that is known to be enough, and what
+        keeps it; `None` if every step ran out of memory."""
+        tried = (
+            (int(c.predicted_peak_bytes / (1 - _MARGIN)), c.options)
+            for c in self.tried
+        )
+        found = [*tried, *self._least_planned]
+        if not found:
+            return None
+        peak, options = min(found, key=lambda each: each[0])
+        return peak + self._reserved, options
 
     def run(self, options: MemoryOptions) -> Choice:
         """Looks for the best way under options; returns the plain one."""
@@ -184,11 +195,12 @@ class Search:
                     self._verbose,
                     self._reserved + some.left_bytes + less,
                 )
-            except tf.errors.ResourceExhaustedError:
-                # A layer by itself has no room, in parts of this size.
+            except InfeasibleBudget as error:
+                peak = error.smallest_bytes - self._reserved - less
+                self._least_planned.append((peak, within))
                 return False
-            except ValueError as error:
-                self.error = error
+            except (ValueError, tf.errors.ResourceExhaustedError):
+                # It cannot be planned, or a layer by itself has no room.
                 return False
             planned = dataclasses.replace(options, remat=Remat(plan=plan))
             expected = seconds * plan.slowdown
@@ -207,7 +219,6 @@ class Search:
             less += int(_MARGIN * room)
             if choice is not None:
                 less += max(choice.predicted_peak_bytes - room, 0)
-        self.error = InfeasibleBudget(self._budget, self._budget + less, 0)
         return False
 
     def _expected(self, options, count: int, line: probing.Line) -> Choice:

@@ -88,7 +88,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MAX_FILE_LINES = 400
 # A budget makes every addition ask what it is worth, and whether something
 # can go. Raise it in the change that needs it, and say why there.
-MAX_TOTAL_LINES = 26300
+MAX_TOTAL_LINES = 26400
 
 FRAMEWORKS = {"tensorflow", "keras"}
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda

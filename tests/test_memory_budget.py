@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from peaks import peaks_bytes
 
 import kmem
+from kmem import batches
 from kmem import capture
 from kmem import probing
 from kmem import rehearsals
 from kmem import searching
 from kmem import turns
+from kmem.choices import describe
 from kmem.session import Session
 
 pytestmark = pytest.mark.usefixtures("native_library")
@@ -242,8 +245,51 @@ def test_an_impossible_budget_names_the_smallest_that_would_do(plain):
         np.testing.assert_array_equal(variable, value)
     smallest = raised.value.smallest_bytes
     assert kmem.memory.current() < smallest < _budget(needed, 0.5)
+    assert describe(raised.value.options) in str(raised.value)
     _, peaks = _fit(model, memory_budget=smallest)
     assert max(peaks) <= smallest
+
+
+def _recurrent():
+    """A model whose one large layer gains nothing by a plan, and a batch that
+    is on the device."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((24, 32))
+    model = keras.Model(inputs, layers.Dense(3)(layers.LSTM(64)(inputs)))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    shapes = [(16, 24, 32), (16, 3)]
+    return kmem.wrap(model), [tf.zeros(shape) + 1 for shape in shapes]
+
+
+def test_the_smallest_budget_may_be_one_without_a_plan():
+    model, data = _recurrent()
+    model.memory_options = kmem.MemoryOptions(microbatches=16)
+    needed = max(peaks_bytes(model.train_on_batch, *data))
+    before = kmem.memory.current()
+
+    model.memory_options = kmem.MemoryOptions(memory_budget=1)
+    with pytest.raises(ValueError, match="by microbatches=16. Rec") as raised:
+        model.train_on_batch(*data)
+
+    assert raised.value.options == kmem.MemoryOptions(microbatches=16)
+    in_use = kmem.memory.current()
+    assert before + needed <= raised.value.smallest_bytes
+    assert raised.value.smallest_bytes <= 1.2 * (in_use + needed)
+
+
+def test_a_batch_that_is_on_the_device_is_counted_once():
+    model, data = _recurrent()
+    large = [
+        tf.tile(array, [32, *[1] * (len(array.shape) - 1)]) for array in data
+    ]
+    model.memory_options = kmem.MemoryOptions(memory_budget="2GB")
+
+    for _ in range(3):
+        model.train_on_batch(*large)
+
+    chosen = model.memory_report.chosen
+    more = chosen.predicted_peak_bytes - chosen.measured_peak_bytes
+    assert abs(more) < 0.5 * batches.num_bytes(large)
 
 
 class _Before(keras.callbacks.Callback):

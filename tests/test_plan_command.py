@@ -19,5 +19,5 @@ def test_a_budget_that_cannot_be_kept_names_one_that_can(saved_model, capsys):
     command = ["plan", saved_model, "--batch", "2048", "--costs", "flops"]
     assert cli.main([*command, "--budget", "1KB"]) == 1
     errors = capsys.readouterr().err
-    assert errors.startswith("kmem plan: `budget_bytes` must be")
+    assert errors.startswith("kmem plan: `budget` must be")
     assert "The smallest known is" in errors
