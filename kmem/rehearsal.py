@@ -23,11 +23,14 @@ from kmem.sharding.engine import Engine
 # Those of a graph's operations that run side by side end in another order
 # each time, which makes peaks differ by an operation's result.
 _NUM_STEPS = 6
-# Of short steps more are taken where their time matters: the quickest of many
-# is hardly disturbed by what else the machine does.
-_MOST_STEPS, _AT_LEAST_SECONDS = 20, 0.2
+# Of short steps more are taken: many tell more of the highest peak, and the
+# quickest of them is hardly disturbed by what else the machine does.
+_MOST_STEPS, _AT_LEAST_SECONDS = 20, 1.0
 # Of long steps fewer are taken, but two.
 _AT_MOST_SECONDS = 20.0
+# A peak that this share of the steps has, or nearly, is the highest there is,
+# as far as seen.
+_OFTEN, _NEARLY = 1 / 3, 0.999
 # Threads that have fallen asleep, as between the steps of `fit`, begin their
 # work in another order than those that go on at once.
 _PAUSE_SECONDS = 0.05
@@ -38,11 +41,10 @@ class Rehearsal:
     """What a step took.
 
     Attributes:
-        peak_bytes: The (first) device's peak to count with: what differs
-            between a few steps differs more between many.
+        peak_bytes: The (first) device's peak to count with.
         seconds: The time of the quickest step.
-        spread_bytes: How much the steps' peaks differed. In none of them was
-            more than `peak_bytes - spread_bytes` needed.
+        spread_bytes: How much more that is than any step needed: where few
+            had the highest peak, others may have a higher one.
     """
 
     peak_bytes: int
@@ -120,7 +122,6 @@ def rehearse_on_batch(
             data,
             num_steps,
             agreeing.processes(session.options),
-            _AT_LEAST_SECONDS,
             at_most_seconds,
         )
 
@@ -156,7 +157,6 @@ def _measured(
     data,
     num_steps: int,
     group: Engine,
-    at_least_seconds: float = 0.0,
     at_most_seconds: float = _AT_MOST_SECONDS,
 ) -> Rehearsal | None:
     peaks, seconds = [], []
@@ -164,7 +164,7 @@ def _measured(
         # The first run traces, and may take memory that no other does.
         timed(step, data)
         for number in range(_MOST_STEPS):
-            if number >= num_steps and sum(seconds) >= at_least_seconds:
+            if number >= num_steps and sum(seconds) >= _AT_LEAST_SECONDS:
                 break
             if number > 1 and sum(seconds) > at_most_seconds:
                 break
@@ -177,8 +177,16 @@ def _measured(
             peaks.append(usage.peak_bytes)
     except tf.errors.ResourceExhaustedError:
         return None
-    spread_bytes = max(peaks) - min(peaks)
+    spread_bytes = _spread(peaks)
     return Rehearsal(max(peaks) + spread_bytes, min(seconds), spread_bytes)
+
+
+def _spread(peaks: list[int]) -> int:
+    """How much more than the highest peak to count with."""
+    highest = max(peaks)
+    near = sum(peak >= _NEARLY * highest for peak in peaks)
+    often = max(2, _OFTEN * len(peaks))
+    return 0 if near >= often else highest - min(peaks)
 
 
 def timed(step: Callable, data) -> float:

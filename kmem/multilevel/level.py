@@ -144,7 +144,7 @@ class Level(Derivatives):
         )
         super().__init__(
             name or model.name,
-            num_parts=self.options.microbatches.count * self.num_batches,
+            num_parts=self.options.num_parts * self.num_batches,
             ordered=remat is not None,
         )
         if self.keeps_steps:

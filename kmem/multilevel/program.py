@@ -148,7 +148,7 @@ class Program(keras.Model):
         parts = {}
         for level in self.levels:
             level.models = [each.model for each in self.levels]
-            count = level.options.microbatches.count
+            count = level.options.num_parts
             count *= strategy.num_replicas_in_sync
             parts[level.name] = batches.part_of(rows[level.name], count)
         found = finding.find(self.levels, parts, mode)

@@ -54,9 +54,7 @@ def resident_bytes(structure: Structure, parts: dict[str, Any]) -> int:
         *(v for each in structure.optimizers for v in each.variables),
     ]
     data_bytes = sum(
-        count
-        * level.options.microbatches.count
-        * batches.num_bytes(parts[level.name])
+        count * level.options.num_parts * batches.num_bytes(parts[level.name])
         for level, count in zip(
             structure.levels, structure.num_batches, strict=True
         )
