@@ -58,19 +58,20 @@ class ImpossibleBudget(ValueError):
     ):
         self.smallest_bytes: int | None = None
         self.options: MemoryOptions | None = None
-        known = "and the device had room for none that was tried"
+        message = (
+            "`memory_budget` must leave room for a step, and the device had "
+            "none for any that was tried."
+        )
         if least is not None:
             peak, self.options = least
             smallest = math.ceil((1 + _ALLOWANCE) * peak) + left_bytes
             self.smallest_bytes = smallest
-            known = (
-                f"of which the smallest known is {smallest} "
-                f"({format_size(smallest)}), by {describe(self.options)}"
+            message = (
+                f"`memory_budget` must be at least {smallest} bytes "
+                f"({format_size(smallest)}), the least that a step is known "
+                f"to need ({describe(self.options)})."
             )
-        super().__init__(
-            "`memory_budget` must leave room for some way to take a step, "
-            f"{known}. Received: memory_budget={budget_bytes}"
-        )
+        super().__init__(f"{message} Received: memory_budget={budget_bytes}")
 
 
 @dataclasses.dataclass(frozen=True)

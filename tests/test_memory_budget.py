@@ -238,7 +238,7 @@ def test_an_impossible_budget_names_the_smallest_that_would_do(plain):
     model = _model()
     before = [v.numpy() for v in model.variables]
 
-    with pytest.raises(ValueError, match="smallest") as raised:
+    with pytest.raises(ValueError, match="must be at least") as raised:
         _fit(model, memory_budget=kmem.memory.current() + 1000)
 
     for variable, value in zip(model.variables, before, strict=True):
@@ -268,7 +268,7 @@ def test_the_smallest_budget_may_be_one_without_a_plan():
     before = kmem.memory.current()
 
     model.memory_options = kmem.MemoryOptions(memory_budget=1)
-    with pytest.raises(ValueError, match="by microbatches=16. Rec") as raised:
+    with pytest.raises(ValueError, match=r"\(microbatches=16\)") as raised:
         model.train_on_batch(*data)
 
     assert raised.value.options == kmem.MemoryOptions(microbatches=16)
