@@ -9,6 +9,7 @@ split a row.
 """
 
 import dataclasses
+import math
 
 import keras
 import tensorflow as tf
@@ -135,10 +136,8 @@ class Search:
             if index == 0:
                 return first
             second = self._smaller_parts(options, counts[index + 1 :], first)
-            each = _part_seconds(plain, first, second)
             fewer = counts[:index][::-1]
-            seconds = first.predicted_seconds
-            least = [seconds - (count - c) * each for c in fewer]
+            least = [_least_seconds(c, plain, first, second) for c in fewer]
             self._larger_parts(options, fewer, least)
             return dataclasses.replace(plain, predicted_seconds=least[-1])
         least = [plain.predicted_seconds] * len(counts)
@@ -168,7 +167,7 @@ class Search:
     def _larger_parts(self, options, counts: list[int], least: list[float]):
         """Goes on to fewer parts, with plans, while that is quicker.
 
-        `least` is what a step in so many parts would take without a plan.
+        `least` is what a step in so many parts may take without a plan.
         """
         for count, seconds in zip(counts, least, strict=True):
             best = self.best
@@ -290,24 +289,31 @@ def _counts(rows: int) -> list[int]:
     return sorted({c for c in range(1, rows + 1) if rows % c == 0} | powers)
 
 
-def _part_seconds(plain: Choice, first: Choice, second: Choice | None) -> float:
-    """What each part costs besides its rows: the most, if that is not seen.
+def _least_seconds(
+    count: int, plain: Choice, first: Choice, second: Choice | None
+) -> float:
+    """The least that a step in fewer parts may take, if they had room.
 
     Args:
+        count: How many parts.
         plain: What the fewest parts would take by their rows alone.
         first: What a step in more parts took.
         second: What one in still more took, if it ran.
     """
-    count, seconds = first.options.num_parts, first.predicted_seconds
+    parts, seconds = first.options.num_parts, first.predicted_seconds
+    most = _MOST_OVERHEAD * seconds
+    saved = most * (parts - count) / parts
+    if second is not None:
+        # Twice the rows in a part save no more than they did from the second
+        # to the first.
+        doublings = math.log2(second.options.num_parts / parts)
+        each = (second.predicted_seconds - seconds) / doublings
+        # Steps differ by more when the machine is busy.
+        saved = min(most, each * math.log2(parts / count))
     # Steps with a few rows tell as well.
     told = seconds - plain.predicted_seconds
-    told /= count - plain.options.num_parts
-    seen = most = _MOST_OVERHEAD * seconds / count
-    if second is not None:
-        difference = second.predicted_seconds - seconds
-        # Steps differ by more when the machine is busy.
-        seen = min(most, difference / (second.options.num_parts - count))
-    return max(0.0, seen, told)
+    told *= (parts - count) / (parts - plain.options.num_parts)
+    return seconds - max(0.0, saved, told)
 
 
 def _in_parts(options: MemoryOptions, count: int) -> MemoryOptions:
