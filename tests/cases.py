@@ -135,7 +135,7 @@ def several_outputs():
         "steps": layers.Dense(2, name="steps")(steps),
         "last": layers.Dense(1, name="last")(summary),
         "other": layers.Dense(
-            3, name="other", kernel_regularizer=keras.regularizers.L1(0.1)
+            3, name="other", kernel_regularizer=keras.regularizers.L2(0.1)
         )(summary),
     }
     model = keras.Model(inputs, outputs)

@@ -7,6 +7,7 @@ sizes, or a group of 10 rows and 2.
 
 import cases
 import pytest
+from reference import ROUNDING
 from reference import log_error
 from reference import relative_error
 from reference import state
@@ -46,8 +47,8 @@ def test_parts_train_like_the_whole_batch(name):
     want, history = whole(cases.ALL[name])
     model, logs = train(cases.ALL[name], **PARTS)
 
-    assert relative_error(state(model), want) < 1e-12
-    assert log_error(logs, history) < 1e-12
+    assert relative_error(state(model), want) < ROUNDING
+    assert log_error(logs, history) < ROUNDING
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)
@@ -55,7 +56,7 @@ def test_a_group_of_batches_trains_like_one_batch(name):
     want, _ = whole(cases.ALL[name])
     model, _ = train(cases.ALL[name], **GROUPS)
 
-    assert relative_error(state(model), want) < 1e-12
+    assert relative_error(state(model), want) < ROUNDING
 
 
 @pytest.mark.parametrize("name", cases.FEW)
@@ -63,7 +64,7 @@ def test_parts_of_batches_in_groups_multiply(name):
     want, _ = whole(cases.ALL[name])
     model, _ = train(cases.ALL[name], **BOTH)
 
-    assert relative_error(state(model), want) < 1e-12
+    assert relative_error(state(model), want) < ROUNDING
 
 
 @pytest.mark.parametrize("options", [PARTS, GROUPS], ids=["parts", "groups"])
@@ -72,9 +73,9 @@ def test_they_train_like_it_in_every_mode(mode, name, options):
     want, history = whole(cases.ALL[name], mode=mode)
     model, logs = train(cases.ALL[name], mode=mode, **options)
 
-    assert relative_error(state(model), want) < 1e-12
+    assert relative_error(state(model), want) < ROUNDING
     # A group's logs are those of its batches.
-    assert options is GROUPS or log_error(logs, history) < 1e-12
+    assert options is GROUPS or log_error(logs, history) < ROUNDING
 
 
 @pytest.mark.parametrize("options", [PARTS, GROUPS], ids=["parts", "groups"])
@@ -91,7 +92,7 @@ def test_any_number_of_parts_gives_the_same_update(count):
     want, _ = whole(cases.plain)
     model, _ = train(cases.plain, batch_size=20, microbatches=count)
 
-    assert relative_error(state(model), want) < 1e-12
+    assert relative_error(state(model), want) < ROUNDING
 
 
 def test_a_last_batch_with_fewer_rows_than_parts_counts_as_it_is():
@@ -104,8 +105,8 @@ def test_a_last_batch_with_fewer_rows_than_parts_counts_as_it_is():
     want, history = whole(case)
     model, logs = train(case, batch_size=20, microbatches=8)
 
-    assert relative_error(state(model), want) < 1e-12
-    assert log_error(logs, history) < 1e-12
+    assert relative_error(state(model), want) < ROUNDING
+    assert log_error(logs, history) < ROUNDING
 
 
 @pytest.mark.parametrize("options", [PARTS, GROUPS], ids=["parts", "groups"])
@@ -116,4 +117,4 @@ def test_several_steps_in_one_execution_give_the_same_updates(options):
     want, _ = whole(cases.plain)
     model, _ = train(case, **options)
 
-    assert relative_error(state(model), want) < 1e-12
+    assert relative_error(state(model), want) < ROUNDING
