@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from reference import ROUNDING
 from reference import relative_error
 from reference import train
 from reference import whole
@@ -70,7 +71,7 @@ def test_kmem_is_right_where_keras_is_wrong(name):
     ours, _ = train(case, batch_size=7, gradient_accumulation_steps=3)
     theirs, _ = train(accumulated_by_keras, batch_size=7)
 
-    assert weights_error(ours, want) < 1e-12
+    assert weights_error(ours, want) < ROUNDING
     assert weights_error(theirs, want) > 1e-3
 
 
@@ -111,7 +112,7 @@ def test_repeated_ids_add_up_before_an_adaptive_optimizer_squares_them(options):
     ours, _ = train(embedding, **options)
     theirs, _ = whole(embedding)
 
-    assert weights_error(ours, want) < 1e-12
+    assert weights_error(ours, want) < ROUNDING
     assert relative_error(theirs[:1], want[:1]) > 1e-3
 
 
