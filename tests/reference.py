@@ -7,7 +7,8 @@ import numpy as np
 
 import kmem
 
-# Before 3.15 Keras counts in 32 bits what a mask leaves, whatever its floatx.
+# What cases in float64 differ by, of which some are masked: before 3.15 Keras
+# counts in 32 bits what a mask leaves.
 _VERSION = tuple(map(int, keras.__version__.split(".")[:2]))
 ROUNDING = 1e-12 if _VERSION >= (3, 15) else 1e-7
 

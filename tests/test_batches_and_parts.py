@@ -92,7 +92,7 @@ def test_any_number_of_parts_gives_the_same_update(count):
     want, _ = whole(cases.plain)
     model, _ = train(cases.plain, batch_size=20, microbatches=count)
 
-    assert relative_error(state(model), want) < ROUNDING
+    assert relative_error(state(model), want) < 1e-12
 
 
 def test_a_last_batch_with_fewer_rows_than_parts_counts_as_it_is():
@@ -105,8 +105,8 @@ def test_a_last_batch_with_fewer_rows_than_parts_counts_as_it_is():
     want, history = whole(case)
     model, logs = train(case, batch_size=20, microbatches=8)
 
-    assert relative_error(state(model), want) < ROUNDING
-    assert log_error(logs, history) < ROUNDING
+    assert relative_error(state(model), want) < 1e-12
+    assert log_error(logs, history) < 1e-12
 
 
 @pytest.mark.parametrize("options", [PARTS, GROUPS], ids=["parts", "groups"])
@@ -117,4 +117,4 @@ def test_several_steps_in_one_execution_give_the_same_updates(options):
     want, _ = whole(cases.plain)
     model, _ = train(case, **options)
 
-    assert relative_error(state(model), want) < ROUNDING
+    assert relative_error(state(model), want) < 1e-12

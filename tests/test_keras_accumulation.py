@@ -112,7 +112,7 @@ def test_repeated_ids_add_up_before_an_adaptive_optimizer_squares_them(options):
     ours, _ = train(embedding, **options)
     theirs, _ = whole(embedding)
 
-    assert weights_error(ours, want) < ROUNDING
+    assert weights_error(ours, want) < 1e-12
     assert relative_error(theirs[:1], want[:1]) > 1e-3
 
 
