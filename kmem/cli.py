@@ -139,7 +139,7 @@ def _info(args: argparse.Namespace) -> int:
         ("NumPy", np.__version__),
         ("Python", platform.python_version()),
         ("system", f"{platform.system()} {platform.machine()}"),
-        *((name, _version(name)) for name in ("matplotlib", "ortools")),
+        ("matplotlib", _version("matplotlib")),
         ("devices", ", ".join(_devices())),
         ("compiler", " ".join(native.find_compiler() or ["none found"])),
         ("cache folder", cache.folder()),

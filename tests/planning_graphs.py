@@ -9,33 +9,6 @@ from kmem.planning.graph import Graph
 from kmem.planning.graph import Operation
 
 
-def unit_chain(num_forward):
-    """Checkmate's: a forward pass, a loss, and a backward pass that reads
-    the gradient and what the forward pass made, all of size and time 1."""
-    operations = []
-    for index in range(num_forward + 1):
-        inputs = (index - 1,) if index else ()
-        operations.append(Operation("forward", inputs, (index,), 1.0))
-    for index in range(num_forward - 1, -1, -1):
-        made = len(operations)
-        operations.append(
-            Operation(
-                "backward",
-                (made - 1, index),
-                (made,),
-                1.0,
-                recomputable=False,
-            )
-        )
-    last = len(operations) - 1
-    return Graph(
-        operations=tuple(operations),
-        tensor_bytes=(1,) * len(operations),
-        results=frozenset({last}),
-        num_forward=num_forward + 1,
-    )
-
-
 def random_graph(seed, num_operations=7):
     """Some operations make two tensors, some need workspace."""
     rng = np.random.default_rng(seed)

@@ -93,7 +93,7 @@ MAX_TOTAL_LINES = 26400
 FRAMEWORKS = {"tensorflow", "keras"}
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 # Heavy or optional: imported by the function that needs them.
-ONLY_IN_FUNCTIONS = {"matplotlib", "ortools"}
+ONLY_IN_FUNCTIONS = {"matplotlib"}
 
 
 def read_sources() -> dict[str, str]:

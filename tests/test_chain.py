@@ -142,8 +142,8 @@ def test_uniform_chain_costs_what_rotors_program_says(share, extra_forwards):
     constant_bytes = network.graph.constant_bytes
     full = cases.cost(network, ())[0] - constant_bytes
     budget_bytes = constant_bytes + int(share * full)
-    plan = chain.solve(network, budget_bytes)
-    assert cases.cost(network, plan)[1] == 96 + extra_forwards
+    point = chain.ChainSolver(network).within(budget_bytes)
+    assert cases.cost(network, point.segments)[1] == 96 + extra_forwards
 
 
 def test_memory_of_uniform_chains_grows_with_the_square_root():
@@ -243,25 +243,28 @@ def test_sizes_that_do_not_fit_in_slots_stay_within_the_budget():
     saved = [v + draw.randint(0, 10**8) for v in values[1:]]
     network = cases.chain(values, saved, [draw.random() for _ in range(40)])
     full, fastest = cases.cost(network, ())
+    solver = chain.ChainSolver(network)
     for share, most in ((0.7, 1.12), (0.5, 1.25), (0.3, 1.4)):
-        plan = chain.solve(network, int(share * full))
-        peak_bytes, seconds = cases.cost(network, plan)
+        point = solver.within(int(share * full))
+        peak_bytes, seconds = cases.cost(network, point.segments)
         assert peak_bytes <= share * full
         assert seconds <= most * fastest
 
 
 def test_says_which_budget_would_do():
     network = cases.chain([1] * 9, [2] * 8, [1] * 8)
-    smallest = chain.ChainSolver(network).smallest.peak_bytes
+    solver = chain.ChainSolver(network)
+    smallest = solver.smallest.peak_bytes
     with pytest.raises(
         InfeasibleBudget,
         match=f"smallest known is {smallest};.*budget_bytes={smallest - 1}",
     ) as error:
-        chain.solve(network, smallest - 1)
+        solver.within(smallest - 1)
     assert error.value.smallest_bytes == smallest
-    assert chain.solve(network, smallest)
+    assert solver.within(smallest).segments
 
 
 def test_nothing_is_run_again_if_everything_fits():
     network = cases.chain([1] * 9, [2] * 8, [1] * 8)
-    assert chain.solve(network, cases.cost(network, ())[0]) == ()
+    full = cases.cost(network, ())[0]
+    assert chain.ChainSolver(network).within(full).segments == ()

@@ -88,6 +88,14 @@ def test_a_bad_line_is_named(tmp_path, lines):
         read_program(path)
 
 
+@pytest.mark.parametrize("line", ["not JSON", "[]", "{}"])
+def test_a_line_that_is_no_instruction_is_named(tmp_path, line):
+    path = write(tmp_path / "bad.log", constant("w", 1))
+    path.write_text(path.read_text(encoding="utf-8") + line, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"bad\.log, line 3: "):
+        read_program(path)
+
+
 def test_a_trace_that_breaks_off_is_refused(tmp_path):
     path = tmp_path / "half.log"
     path.write_text(json.dumps(constant("w", 1)[0]), encoding="utf-8")

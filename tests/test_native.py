@@ -219,7 +219,7 @@ IMPORTS_SILENTLY = """
     import tensorflow
 
     # Keras imports some of these itself, if they are installed.
-    heavy = ("matplotlib", "ortools", "sklearn")
+    heavy = ("matplotlib", "sklearn")
     for name in heavy:
         sys.modules.pop(name, None)
     read, write = os.pipe()

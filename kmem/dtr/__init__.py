@@ -97,7 +97,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     the step's results.
 
     Args:
-        path: The file. `kmem.planning.traces` says what is in it.
+        path: The file. `kmem.dtr.program` says what is in it.
 
     Raises:
         OSError: If the file cannot be written.

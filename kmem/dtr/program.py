@@ -1,17 +1,18 @@
 """Reads a recorded step for the simulator of DTR: every name and handle of it.
 
-The format is that of `kmem.planning.traces`, which makes a graph of a trace.
-A graph does not know when the program lets go of a tensor, and DTR decides by
-it: here a trace becomes a list of numbers that says what was called, held and
-released, in that order. What changes a tensor in place makes a new one.
+The format is of Kirisame et al. (ICLR 2021): a JSON object a line, which says
+what was called, how long it took, what it made and when a name was let go. A
+trace becomes a list of numbers that says what was called, held and released,
+in that order. What changes a tensor in place makes a new one.
 """
 
 import dataclasses
+import gzip
+import json
 import os
+import pathlib
 
 import numpy as np
-
-from kmem.planning.traces import read_instructions
 
 # Of custom_ops/dtr/simulate.h.
 _CONSTANT, _CALL, _RETAIN, _RELEASE = range(4)
@@ -36,7 +37,7 @@ class Program:
 
 
 def read_program(path: str | os.PathLike[str]) -> Program:
-    """Reads a trace, in the format of `kmem.planning.traces`.
+    """Reads a trace.
 
     Args:
         path: A file of JSON lines, compressed if its name ends in `.gz`.
@@ -48,7 +49,18 @@ def read_program(path: str | os.PathLike[str]) -> Program:
         ValueError: If a line is not as the format has it. It names the line.
     """
     reader = _Reader()
-    read_instructions(path, reader.read)
+    path = pathlib.Path(path)
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                reader.read(json.loads(line))
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                raise ValueError(
+                    "A trace must hold one instruction of the format on each "
+                    f"line. Received: {path.name}, line {number}: "
+                    f"{line.strip()[:200]} ({error!r})"
+                ) from error
     return reader.program()
 
 

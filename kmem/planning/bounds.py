@@ -6,8 +6,7 @@ is either in memory then or made again later. The cheapest choice of what to
 make again, by its time per byte, is a fractional knapsack; an operation that
 made several such tensors is one item. Moments are looked at one by one: that
 different moments make different operations run again is not added up, and
-neither is the time to make their inputs again, which the bound of
-`kmem.planning.solvers.moment` has.
+neither is the time to make their inputs again.
 """
 
 import math
@@ -88,30 +87,17 @@ def seconds_lower_bound(graph: Graph, budget_bytes: int) -> float:
     """
     if peak_lower_bound(graph) > budget_bytes:
         return math.inf
-    return graph.seconds + max(
-        seconds_by_moment(graph, budget_bytes), default=0
-    )
-
-
-def seconds_by_moment(graph: Graph, budget_bytes: int) -> list[float]:
-    """For each operation's first run: the least time of what runs again.
-
-    Args:
-        graph: The operations and their tensors.
-        budget_bytes: A peak that is not below `peak_lower_bound`.
-    """
     seconds = np.array(
         [op.seconds if op.recomputable else np.inf for op in graph.operations]
     )
-    found = []
+    again = 0.0
     for required, waiting in _moments(graph):
         items = np.flatnonzero(waiting)
         excess = required + int(waiting[items].sum()) - budget_bytes
-        few = excess <= 0
-        found.append(
-            0.0 if few else _knapsack(seconds[items], waiting[items], excess)
-        )
-    return found
+        if excess > 0:
+            least = _knapsack(seconds[items], waiting[items], excess)
+            again = max(again, least)
+    return graph.seconds + again
 
 
 def _knapsack(seconds, num_bytes, excess: int) -> float:

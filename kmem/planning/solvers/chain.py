@@ -6,7 +6,7 @@ least time of all plans of nested segments (Beaumont et al. 2019), and
 values for longer than they live, so a plan may be used for less than what the
 table gave it. On a chain of values with sizes that fit in slots both agree,
 and plans are optimal. Not done: offloading, and schedules that are not nested
-segments (see the solver for graphs).
+segments.
 """
 
 import bisect
@@ -134,22 +134,6 @@ class ChainSolver:
             if not best or point.seconds < best[-1].seconds:
                 best.append(point)
         return best
-
-
-def solve(network: Network, budget_bytes: int) -> tuple[Segment, ...]:
-    """The fastest plan whose simulated peak is within a budget.
-
-    Args:
-        network: The network.
-        budget_bytes: The peak, with everything that is in memory.
-
-    Raises:
-        InfeasibleBudget: If no plan fits.
-    """
-    everything = flat.evaluate(network, ())
-    if everything.peak_bytes <= budget_bytes:
-        return ()
-    return ChainSolver(network).within(budget_bytes).segments
 
 
 def _places(network: Network) -> list[int]:
