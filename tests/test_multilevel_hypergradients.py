@@ -1,14 +1,18 @@
 """Gradients through a level are those of closed forms and of plain autodiff."""
 
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from keras import ops
 from multilevel_cases import Reweighting
 from multilevel_cases import Ridge
 from multilevel_cases import Vector
 from multilevel_cases import flat
 from multilevel_cases import relative_error
+from tensorflow.python.eager import record
 
 from kmem import remat
 from kmem.multilevel import ConjugateGradient
@@ -301,3 +305,169 @@ def test_an_operator_without_a_second_derivative_names_its_level(mode):
         run = tf.function(run, autograph=False)
     with pytest.raises(ValueError, match="level 'entries' must have second"):
         run()
+
+
+def again(function):
+    """Runs a function again for its gradient, which has a gradient too."""
+
+    @tf.custom_gradient
+    def run(*arguments):
+        def gradient(known, variables):
+            with tf.GradientTape() as tape:
+                tape.watch([arguments, variables])
+                value = function(*arguments)
+            of_arguments, of_variables = tape.gradient(
+                value, [list(arguments), variables], output_gradients=known
+            )
+            return tuple(of_arguments), of_variables
+
+        with record.stop_recording():
+            return function(*arguments), gradient
+
+    return run
+
+
+class Rerun(layers.Layer):
+    """Runs a layer again for its gradient, with a loop inside it."""
+
+    def __init__(self, layer, **options):
+        super().__init__(**options)
+        self.layer = layer
+        self.run = keras.remat(lambda x: layer(x))
+
+    def build(self, shape):
+        self.layer.build(shape)
+
+    def call(self, x):
+        return self.run(x)
+
+
+def squared_gradient(case):
+    """A loss with a tape of its own, whose gradient is 2 H (H w - X'y / n)."""
+
+    def loss(x, y):
+        with tf.GradientTape() as tape:
+            value = Ridge.loss(case, x, y)
+        gradient = tape.gradient(value, case.weights.entries)
+        return ops.sum(ops.square(gradient))
+
+    return loss
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(
+    "wrapped", [keras.remat, tf.recompute_grad, again, remat.recompute]
+)
+def test_a_loss_that_runs_again_has_the_gradients_of_the_closed_form(
+    wrapped, microbatches, mode
+):
+    case = Ridge(microbatches=microbatches)
+    w = np.array([0.5, -1.0, 2.0, 0.1, -0.2, 0.3])
+    case.weights.entries.assign(w)
+    case.level.loss = wrapped(case.loss)
+    batch = tf.constant(case.x), tf.constant(case.y)
+
+    def run():
+        wrt = [case.weights.entries, case.penalties.entries]
+        vector = [tf.constant(case.vector)]
+        return [
+            *case.level.gradient(batch, wrt),
+            *FiniteDifference()(vector, case.level, batch, wrt[1:]),
+        ]
+
+    case.level.look(batch)
+    run = tf.function(run, autograph=False) if mode == "graph" else run
+    of_weights, of_penalties, through = run()
+
+    moment = case.x.T @ case.y / case.rows
+    np.testing.assert_allclose(of_weights, case.hessian @ w - moment, 1e-12)
+    np.testing.assert_allclose(of_penalties, w**2 / 2, 1e-12)
+    np.testing.assert_allclose(through, -w * case.vector, 1e-9)
+
+
+@pytest.mark.parametrize("wrapped", [again, remat.recompute])
+def test_what_runs_again_has_second_derivatives(wrapped):
+    case = Ridge()
+    case.level.loss = wrapped(case.loss)
+
+    found = case.found(ConjugateGradient(Ridge.size))
+
+    np.testing.assert_allclose(found, case.exact, 1e-9)
+
+
+def test_a_loss_may_have_a_tape_of_its_own():
+    case = Ridge()
+    w = np.array([0.5, -1.0, 2.0, 0.1, -0.2, 0.3])
+    case.weights.entries.assign(w)
+    case.level.loss = squared_gradient(case)
+
+    (found,) = case.level.gradient((tf.constant(case.x), tf.constant(case.y)))
+
+    moment = case.x.T @ case.y / case.rows
+    expected = 2 * case.hessian @ (case.hessian @ w - moment)
+    np.testing.assert_allclose(found, expected, 1e-10)
+
+
+def scoped(make):
+    with keras.RematScope():
+        return make()
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(
+    "plainly, repeatedly",
+    [
+        (
+            lambda: layers.Dense(8, "tanh", dtype="float64"),
+            lambda: scoped(lambda: layers.Dense(8, "tanh", dtype="float64")),
+        ),
+        (
+            lambda: layers.LSTM(8, dtype="float64"),
+            lambda: Rerun(layers.LSTM(8, dtype="float64"), dtype="float64"),
+        ),
+    ],
+    ids=["scope", "loop"],
+)
+def test_layers_that_keras_runs_again_have_the_same_gradients(
+    plainly, repeatedly, mode
+):
+    found = []
+    for make in (plainly, repeatedly):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((5, 4), dtype="float64"), make()])
+        weigh = Vector([0.5], "weigh")
+
+        def loss(x, model=model, weigh=weigh):
+            return ops.mean(ops.square(model(x) - weigh.entries))
+
+        level = Level(model, loss, "sgd")
+        x = tf.random.stateless_normal((3, 5, 4), (1, 2), dtype="float64")
+        level.look(x)
+
+        def run(x, level=level, weigh=weigh):
+            vector = [v / 3 for v in level.values()]
+            through = SMALL_STEP(vector, level, x, weigh.trainable_variables)
+            return [*level.gradient(x), *through]
+
+        run = tf.function(run, autograph=False) if mode == "graph" else run
+        found.append(flat(run(x)))
+
+    plain, repeated = found
+    assert np.linalg.norm(plain) > 0.01
+    np.testing.assert_allclose(repeated, plain, 1e-9, 1e-12)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("wrapped", [keras.remat, tf.recompute_grad])
+def test_what_has_no_second_derivative_when_it_runs_again_is_refused(
+    wrapped, mode
+):
+    case = Ridge()
+    case.level.loss = wrapped(case.loss)
+    found = case.found
+    if mode == "graph":
+        found = tf.function(found, autograph=False)
+
+    with pytest.raises(ValueError, match="`kmem.remat.recompute` has"):
+        found(Identity())

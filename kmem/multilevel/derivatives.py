@@ -137,11 +137,12 @@ class Derivatives(abc.ABC):
         def of_part(part):
             values = self._substitutes(wrt, at)
             sources = [values[id(variable)] for variable in wrt]
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(sources)
-                loss = self._loss_at(part, values)
-                scaled = _scaled(loss, scale)
-            found = _dense(tape.gradient(scaled, sources), sources)
+            # Gradients within as well: they may run parts of the loss again.
+            with passes.Substituted(values):
+                with _watching(sources) as tape:
+                    loss = self.loss_of(part)
+                    scaled = _scaled(loss, scale)
+                found = _dense(tape.gradient(scaled, sources), sources)
             self._hold_back(found)
             return [loss, *found]
 
@@ -184,18 +185,16 @@ class Derivatives(abc.ABC):
             values = self._substitutes(wrt, at)
             own = [values[id(variable)] for variable in self.variables]
             sources = [values[id(variable)] for variable in wrt]
-            with tf.GradientTape(watch_accessed_variables=False) as outer:
-                outer.watch(sources)
-                with tf.GradientTape(watch_accessed_variables=False) as inner:
-                    inner.watch(own)
-                    loss = self._loss_at(part, values)
-                    loss = _scaled(loss, scale)
-                gradient = _dense(inner.gradient(loss, own), own)
-                self._hold_back(gradient, differentiated=True)
-            # Not of an inner product: ones for each weight would be kept.
-            found = outer.gradient(
-                gradient, sources, output_gradients=direction
-            )
+            with passes.Substituted(values):
+                with _watching(sources) as outer:
+                    with _watching(own) as inner:
+                        loss = _scaled(self.loss_of(part), scale)
+                    gradient = _dense(inner.gradient(loss, own), own)
+                    self._hold_back(gradient, differentiated=True)
+                # Not of an inner product: ones for each weight would be kept.
+                found = outer.gradient(
+                    gradient, sources, output_gradients=direction
+                )
             found = _dense(found, sources)
             self._hold_back(found)
             return found
@@ -263,10 +262,6 @@ class Derivatives(abc.ABC):
         values = passes.read(others)
         return known | dict(zip(map(id, others), values, strict=True))
 
-    def _loss_at(self, part, values: dict[int, tf.Tensor]) -> tf.Tensor:
-        with passes.Substituted(values):
-            return self.loss_of(part)
-
     def _hold_back(
         self, gradients: Tensors, differentiated: bool = False
     ) -> None:
@@ -282,9 +277,19 @@ class Derivatives(abc.ABC):
             raise ValueError(
                 f"The loss of level '{self.name}' must have second "
                 "derivatives: replace the operator, or give the level "
-                "`hypergradient=FiniteDifference()`, which needs none. "
+                "`hypergradient=FiniteDifference()`, which needs none. What "
+                "`keras.remat`, `keras.RematScope` or `tf.recompute_grad` runs "
+                "again has none; `kmem.remat.recompute` has. "
                 f"Received: {error}"
             ) from error
+
+
+@contextlib.contextmanager
+def _watching(tensors: Tensors) -> Iterator[tf.GradientTape]:
+    """A tape of what is computed from some tensors, and from no others."""
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(tensors)
+        yield tape
 
 
 def _dense(gradients: list, values: Tensors) -> Tensors:

@@ -218,8 +218,11 @@ class Level(Derivatives):
             with self.computing(), looking, noting:
                 self.loss_of(batch)
 
-        # Not a part of a step that may be in the making.
-        with tf.init_scope(), self.model.distribute_strategy.scope():
+        # Not a part of a step that may be in the making. Without one this
+        # would only stop tapes of the loss's own.
+        eager = tf.executing_eagerly()
+        outside = contextlib.nullcontext() if eager else tf.init_scope()
+        with outside, self.model.distribute_strategy.scope():
             losses.trace(trace, batch)
         if not self.variables:
             raise ValueError(

@@ -11,6 +11,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+# Private in TensorFlow: how a variable tells that it is read.
+# tests/test_multilevel_hypergradients.py fails if it moves.
+from tensorflow.python.eager.tape import variable_accessed
+
 from kmem import capture
 from kmem.remat.state import current_scope
 from kmem.remat.state import held
@@ -47,6 +51,10 @@ class Looking(capture.DiscardedState):
 class Substituted(keras.StatelessScope):
     """Gives variables other values; the rest is read, and assigned, as ever.
 
+    To TensorFlow these tensors are variables: it has many kinds of them, and
+    all of them have a `handle`. So tapes within, and custom gradients such as
+    that of `keras.remat`, differentiate with regard to them.
+
     Args:
         values: By the `id` of one of Keras's variables, a tensor.
     """
@@ -56,11 +64,23 @@ class Substituted(keras.StatelessScope):
         self.state_mapping = values
         self._graph = _current_graph()
 
+    def __enter__(self):
+        for value in self.state_mapping.values():
+            value.handle = value
+        return super().__enter__()
+
+    def __exit__(self, *args, **kwargs):
+        for value in self.state_mapping.values():
+            # Python never frees a tensor that refers to itself.
+            vars(value).pop("handle", None)
+        return super().__exit__(*args, **kwargs)
+
     def get_current_value(self, variable):
         value = self.state_mapping.get(id(variable))
         if value is None:
             return held(variable)
         _refuse_own_function(self, self._graph, variable)
+        variable_accessed(value)
         return value
 
     def add_update(self, update):
