@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem import capture
+from kmem import patching
 from kmem import releasing
 from kmem import updates
 from kmem.loss_terms import SUM
@@ -295,5 +295,5 @@ def without_reduction(optimizer):
     moves.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    with capture.attribute(inner, "_all_reduce_sum_gradients", list):
+    with patching.method(inner, "_all_reduce_sum_gradients", lambda _: list):
         yield

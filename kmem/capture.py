@@ -14,6 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmem import patching
+
 
 class LossReached(BaseException):
     """Ends a step early, once its loss is known; see `capturing`."""
@@ -77,21 +79,6 @@ class Update:
 
 
 @contextlib.contextmanager
-def attribute(instance, name: str, value) -> Iterator[None]:
-    """Sets an instance attribute for a while, past Keras's own tracking."""
-    missing = object()
-    before = vars(instance).get(name, missing)
-    object.__setattr__(instance, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            object.__delattr__(instance, name)
-        else:
-            object.__setattr__(instance, name, before)
-
-
-@contextlib.contextmanager
 def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
     """Collects the one update that a step makes, instead of making it.
 
@@ -106,7 +93,6 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
             depend on the first, which has not been made.
     """
     update = Update()
-    scale_loss = optimizer.scale_loss
 
     def apply(grads, trainable_variables=None):
         if until_loss:
@@ -121,23 +107,30 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
             else trainable_variables
         )
 
-    def scale(loss):
-        if until_loss:
-            raise LossReached
-        update.sums_rows = len(loss.shape) > 0
-        return scale_loss(loss)
+    def scaling(scale_loss):
+        def scale(loss):
+            if until_loss:
+                raise LossReached
+            update.sums_rows = len(loss.shape) > 0
+            return scale_loss(loss)
+
+        return scale
 
     def refuse(*args, **kwargs):
         _refuse_second_update(model)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(attribute(model, "optimizer", optimizer))
-        stack.enter_context(attribute(optimizer, "apply", apply))
-        stack.enter_context(attribute(optimizer, "scale_loss", scale))
+        stack.enter_context(patching.attribute(model, "optimizer", optimizer))
+        for name, replacement in (
+            ("apply", lambda _: apply),
+            ("scale_loss", scaling),
+        ):
+            stack.enter_context(patching.method(optimizer, name, replacement))
         inner = getattr(optimizer, "inner_optimizer", None)
         for other in _optimizers(model):
             if other is not optimizer and other is not inner:
-                stack.enter_context(attribute(other, "apply", refuse))
+                change = patching.method(other, "apply", lambda _: refuse)
+                stack.enter_context(change)
         yield update
 
 
@@ -217,9 +210,7 @@ def metrics_of_part(model, share) -> Iterator[dict[int | str, tuple]]:
     """
     results: dict[int | str, tuple] = {}
 
-    def recording_result(metric):
-        compute = metric.result
-
+    def recording_result(metric, compute):
         def result():
             value = compute()
             leaves = keras.tree.flatten(value)
@@ -233,9 +224,7 @@ def metrics_of_part(model, share) -> Iterator[dict[int | str, tuple]]:
 
         return result
 
-    def weighted_update(metric):
-        update_state = metric.update_state
-
+    def weighted_update(metric, update_state):
         def update(values, sample_weight=None):
             values = tf.convert_to_tensor(values)
             if sample_weight is None and values.shape.rank == 0:
@@ -244,13 +233,17 @@ def metrics_of_part(model, share) -> Iterator[dict[int | str, tuple]]:
 
         return update
 
+    def replaced(metric, name, replacement):
+        return patching.method(
+            metric, name, functools.partial(replacement, metric)
+        )
+
     with contextlib.ExitStack() as stack:
         for metric in model.metrics:
-            result = recording_result(metric)
-            stack.enter_context(attribute(metric, "result", result))
+            stack.enter_context(replaced(metric, "result", recording_result))
             if type(metric).update_state is keras.metrics.Mean.update_state:
-                update = weighted_update(metric)
-                stack.enter_context(attribute(metric, "update_state", update))
+                change = replaced(metric, "update_state", weighted_update)
+                stack.enter_context(change)
         yield results
 
 

@@ -22,7 +22,7 @@ import tensorflow as tf
 # up in its own module. tests/test_loss_terms.py fails if that changes.
 from keras.src.losses import loss as keras_loss
 
-from kmem.capture import attribute
+from kmem import patching
 
 ROWS = "rows"
 SUM = "sum"
@@ -131,8 +131,10 @@ def recording(terms: LossTerms, layers=()):
             for layer in layers:
                 penalty = layer.activity_regularizer
                 if penalty is not None and _activities_add_up():
-                    summed = functools.partial(_summed, terms, penalty)
-                    change = attribute(layer, "activity_regularizer", summed)
+                    summed = functools.partial(_summing, terms)
+                    change = patching.method(
+                        layer, "activity_regularizer", summed
+                    )
                     stack.enter_context(change)
             yield terms
     finally:
@@ -140,8 +142,8 @@ def recording(terms: LossTerms, layers=()):
         _local.terms = before
 
 
-def _summed(terms: LossTerms, penalty, output):
-    return terms.summed(penalty(output))
+def _summing(terms: LossTerms, penalty):
+    return lambda output: terms.summed(penalty(output))
 
 
 @functools.cache

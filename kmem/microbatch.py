@@ -80,8 +80,8 @@ class GradientStep:
         self._ordered = ordered or num_parts > 1
         self._processes = processes or Alone()
         self._splits = num_parts > 1 or self._processes.split_batches
-        self._loss: Any = None  # A `_Loss`, once it was looked at.
-        self._part: Any = None  # The `_Part` that was run, or traced, last.
+        # A `_Loss`, once it was looked at: the same in all replicas.
+        self._loss: Any = None
 
     def __call__(self, data) -> BatchGradient:
         batch = self._processes.slice(data)
@@ -92,9 +92,7 @@ class GradientStep:
         if self._by_group and self._loss is not None:
             base, apart = self._loss.split()
         with self._processes.sharing_state(self._model, batch):
-            sums = self._sum_tensors(parts, batch.rows, totals, apart)
-        # Not kept: in eager mode it holds a part's gradients.
-        part, self._part = self._part, None
+            sums, part = self._sum_tensors(parts, batch.rows, totals, apart)
         sums = self._processes.add_up(sums, part.variables_of_tensors, batch)
         gradients, logs = part.unpack(sums)
         if part.sums_rows:
@@ -113,14 +111,21 @@ class GradientStep:
 
     def _sum_tensors(
         self, parts: Parts, batch_rows, totals, apart
-    ) -> list[tf.Tensor]:
-        """Runs the step on every part; its tensors, added up."""
+    ) -> tuple[list[tf.Tensor], "_Part"]:
+        """Runs the step on every part.
+
+        Returns:
+            Its tensors, added up, and the part that was run, or traced, last.
+        """
+        last: Any = None
 
         def run(data, rows, batch_rows, totals):
-            self._part = self._run(data, rows, batch_rows, totals, apart)
-            return self._part.tensors()
+            nonlocal last
+            last = self._run(data, rows, batch_rows, totals, apart)
+            return last.tensors()
 
-        return parts.sum_traced(run, batch_rows, totals)
+        sums = parts.sum_traced(run, batch_rows, totals)
+        return sums, last
 
     def _run(self, data, rows, batch_rows, totals, apart) -> "_Part":
         """Runs the step on one part, without its update."""

@@ -18,6 +18,7 @@ import tensorflow as tf
 from kmem import batches
 from kmem import capture
 from kmem import loops
+from kmem import patching
 from kmem import pipeline
 from kmem import precision
 from kmem import releasing
@@ -164,24 +165,17 @@ class Session:
             self._gradient_step = _compiled(self._gradient_step)
         plain = {name: getattr(model, name) for name in _FUNCTIONS}
         try:
-            with capture.attribute(model, "train_step", self._run_train_step):
-                if separately or self._sharded is not None:
-                    model.jit_compile = False
-                if self._dtr is not None:
-                    model.run_eagerly = True
-                model.make_train_function(force=True)
-                self._made["train_function"] = model.train_function
+            if separately or self._sharded is not None:
+                model.jit_compile = False
+            if self._dtr is not None:
+                model.run_eagerly = True
+            self._make_function("train", self._run_train_step)
             model.run_eagerly = run_eagerly
             # Both read weights, in a dtype or from shards.
             if self.options.mixed_precision or self._sharded is not None:
-                with capture.attribute(model, "test_step", self._run_test_step):
-                    model.make_test_function(force=True)
-                    self._made["test_function"] = model.test_function
+                self._make_function("test", self._run_test_step)
             if self._sharded is not None:
-                step = self._run_predict_step
-                with capture.attribute(model, "predict_step", step):
-                    model.make_predict_function(force=True)
-                    self._made["predict_function"] = model.predict_function
+                self._make_function("predict", self._run_predict_step)
         finally:
             model.jit_compile = jit_compile
             model.run_eagerly = run_eagerly
@@ -190,6 +184,12 @@ class Session:
         if self._sharded is not None:
             for name, function in self._made.items():
                 self._made[name] = self._sharded.watched(function)
+
+    def _make_function(self, kind: str, step: Callable) -> None:
+        model, name = self.model, f"{kind}_function"
+        with patching.attribute(model, f"{kind}_step", step):
+            getattr(model, f"make_{name}")(force=True)
+        self._made[name] = getattr(model, name)
 
     def on_batch(self) -> Callable:
         """Returns a train function of one batch instead of an iterator."""
@@ -258,7 +258,7 @@ class Session:
 
     def _rehearse(self, data, failed: DeviceSession, threshold: int) -> int:
         device = failed.again()
-        with capture.attribute(self, "_dtr", device):
+        with patching.attribute(self, "_dtr", device):
             with capture.unchanged(self.state, self.model.metrics):
                 self._take_step(data, grows_from=threshold)
         return device.limit_bytes

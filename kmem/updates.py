@@ -16,6 +16,7 @@ import tensorflow as tf
 from kmem import batches
 from kmem import capture
 from kmem import joining
+from kmem import patching
 from kmem.options import MemoryOptions
 from kmem.ordering import Order
 
@@ -88,16 +89,18 @@ def in_turn(
         if gradient is not None
         for op in joining.known_before(joining.maker(gradient))
     ]
-    update = optimizer.update_step
 
-    def update_step(*args, **kwargs):
-        num_before = len(graph.get_operations())
-        with tf.control_dependencies(before):
-            update(*args, **kwargs)
-        new = graph.get_operations()[num_before:]
-        before[:] = [op for op in new if not op.outputs] or before
-        if order is not None:
-            order.finish(new)
+    def waiting(update):
+        def update_step(*args, **kwargs):
+            num_before = len(graph.get_operations())
+            with tf.control_dependencies(before):
+                update(*args, **kwargs)
+            new = graph.get_operations()[num_before:]
+            before[:] = [op for op in new if not op.outputs] or before
+            if order is not None:
+                order.finish(new)
 
-    with capture.attribute(optimizer, "update_step", update_step):
+        return update_step
+
+    with patching.method(optimizer, "update_step", waiting):
         yield

@@ -114,6 +114,46 @@ def refusal(strategy):
         return str(error)
 
 
+def left_behind(strategy, **options):
+    """What a `fit` under options leaves on a model and its parts, and how far
+    the replicas of its weights are apart after a plain `fit`."""
+    with strategy.scope():
+        inner = keras.Sequential([layers.Dense(4, activity_regularizer="l2")])
+        model = Subclassed(inner)
+        model.compile("sgd", "mse", metrics=["mae"])
+    kmem.wrap(model)
+    x = np.random.default_rng(0).normal(size=(16, 4))
+    fit = functools.partial(
+        model.fit, x, x[:, :1], batch_size=8, shuffle=False, verbose=0
+    )
+    fit()
+    everything = [model, inner, *inner.layers, model.optimizer, *model.metrics]
+    before = [set(vars(each)) for each in everything]
+    fit(**options)
+    left = [
+        name
+        for each, names in zip(everything, before, strict=True)
+        for name in set(vars(each)) - names - {"_kmem_sessions"}
+    ]
+    fit()
+    copies = [v.value.values for v in model.trainable_variables]
+    apart = max(float(np.max(np.abs(a - b))) for a, b in copies)
+    return left, apart
+
+
+class Subclassed(keras.Model):
+    """A model with statistics, which makes replicas take turns."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.statistics = layers.BatchNormalization()
+        self.last = layers.Dense(1)
+
+    def call(self, x, training=None):
+        return self.last(self.statistics(self.inner(x), training=training))
+
+
 def main():
     strategy = make_strategy()
     results = {
@@ -121,6 +161,10 @@ def main():
         for option, names in CASES.items()
         for name in names
     }
+    results["left behind"] = [
+        left_behind(strategy, microbatches=2),
+        left_behind(strategy, gradient_accumulation_steps=2),
+    ]
     results["remat"] = planned_errors(strategy)
     results["refused"] = refusal(strategy)
     results["overflow of Keras's scale"] = (

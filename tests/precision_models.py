@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from kmem import capture
+from kmem import patching
 from kmem import precision
 from kmem.precision import guards
 
@@ -154,7 +154,7 @@ def output_dtypes(model, data, option):
         stack.enter_context(precision.applied(model, option))
         for layer in guards.all_layers(model):
             call = recording(layer, seen)
-            stack.enter_context(capture.attribute(layer, "call", call))
+            stack.enter_context(patching.attribute(layer, "call", call))
         model(data, training=True)
     return seen
 

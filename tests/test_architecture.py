@@ -35,6 +35,7 @@ LAYERS = (
         "loops",
         "loss_terms",
         "ordering",
+        "patching",
         "xla",
         "parts",
         "processes",

@@ -43,6 +43,10 @@ def test_logs_of_two_replicas_are_those_of_one_device(results, option):
     assert logs_error < 1e-12
 
 
+def test_replicas_that_take_turns_leave_nothing_behind(results):
+    assert results["left behind"] == [[[], 0.0]] * 2
+
+
 def test_a_plan_changes_nothing_on_two_replicas(results):
     assert max(results["remat"]) < 1e-12
 

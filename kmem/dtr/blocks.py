@@ -22,12 +22,12 @@ import keras
 import tensorflow as tf
 
 from kmem.capture import all_layers
-from kmem.capture import attribute
 from kmem.capture import children
 from kmem.dtr.compiled import CompiledCall
 from kmem.dtr.own_layers import PLAIN
 from kmem.dtr.own_layers import Reads
 from kmem.dtr.own_layers import find_reads
+from kmem.patching import attribute
 from kmem.remat import state
 from kmem.remat.structure import Structure
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import keras
 
+from kmem import patching
 from kmem.capture import all_layers
-from kmem.capture import attribute
 from kmem.capture import children
 
 
@@ -112,16 +112,16 @@ def opened(model: keras.Model, visitor: Visitor) -> Iterator[None]:
             if functional is None:
                 trees.append(each)
                 continue
-            run = _line_runner(each, functional, visitor)
-            stack.enter_context(attribute(functional, _RUN, run))
+            runner = functools.partial(_line_runner, each, functional, visitor)
+            stack.enter_context(patching.method(functional, _RUN, runner))
         found = {}
         for tree in trees:
-            run = functools.partial(_run_tree, visitor, tree, tree.call)
-            stack.enter_context(attribute(tree, "call", run))
+            runner = functools.partial(_runner, _run_tree, visitor, tree)
+            stack.enter_context(patching.method(tree, "call", runner))
             found |= {id(layer): layer for layer in children(tree)}
         for layer in found.values():
-            run = functools.partial(_run_child, visitor, layer, layer.call)
-            stack.enter_context(attribute(layer, "call", run))
+            runner = functools.partial(_runner, _run_child, visitor, layer)
+            stack.enter_context(patching.method(layer, "call", runner))
         yield
 
 
@@ -141,9 +141,8 @@ def _functional(model):
     return model if hasattr(model, _RUN) else None
 
 
-def _line_runner(model, functional, visitor: Visitor):
+def _line_runner(model, functional, visitor: Visitor, plain: Callable):
     line = _read_line(functional)
-    plain = getattr(functional, _RUN)
 
     def run(inputs, operation_fn=lambda operation: operation, call_fn=None):
         flat = keras.tree.flatten(inputs)
@@ -174,6 +173,10 @@ def _read_line(functional) -> Line:
         if node.operation and not node.is_input
     )
     return Line(parts, tuple(id(x) for x in functional.outputs))
+
+
+def _runner(run, visitor, layer, call):
+    return functools.partial(run, visitor, layer, call)
 
 
 def _run_tree(visitor, tree, call, *args, **kwargs):

@@ -15,17 +15,15 @@ import keras
 import tensorflow as tf
 
 from kmem import batches
-from kmem import capture
 from kmem import loss_terms
+from kmem import patching
 
 
 @contextlib.contextmanager
 def giving_32_bits(models: list) -> Iterator[None]:
     """Lets models that compute in 16 bits give float32, which a loss mixes."""
 
-    def casting(model):
-        call = model.call
-
+    def casting(model, call):
         @functools.wraps(call)
         def cast(*args, **kwargs):
             return keras.tree.map_structure(_in_32_bits, call(*args, **kwargs))
@@ -52,9 +50,7 @@ def noting_calls(models: list, calls: list[tuple]) -> Iterator[None]:
         calls: Where pairs are put: a model, and its inputs' types.
     """
 
-    def noting(model):
-        call = model.call
-
+    def noting(model, call):
         @functools.wraps(call)
         def noted(inputs, *args, **kwargs):
             if all(other is not model for other, _ in calls):
@@ -77,11 +73,11 @@ def trace(function: Callable, batch: Any) -> None:
 
 @contextlib.contextmanager
 def _calls_replaced(models: list, replacement: Callable) -> Iterator[None]:
-    """Within, each model's `call` is what `replacement` makes of the model."""
+    """Within, each model's `call` is what `replacement` makes of both."""
     with contextlib.ExitStack() as stack:
         for model in models:
-            change = capture.attribute(model, "call", replacement(model))
-            stack.enter_context(change)
+            call = functools.partial(replacement, model)
+            stack.enter_context(patching.method(model, "call", call))
         yield
 
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from kmem import batches
 from kmem import capture
+from kmem import patching
 from kmem import pipeline
 from kmem.multilevel import passes
 from kmem.multilevel.level import Level
@@ -91,8 +92,8 @@ def _without_passes(level: Level) -> Iterator[None]:
         return _stand_ins(wrt, sum(map(tf.reduce_mean, direction)))
 
     with (
-        capture.attribute(level, "loss_and_gradient", loss_and_gradient),
-        capture.attribute(level, "directional_gradient", directional_gradient),
+        patching.attribute(level, "loss_and_gradient", loss_and_gradient),
+        patching.attribute(level, "directional_gradient", directional_gradient),
     ):
         yield
 

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from kmem import batches
-from kmem import capture
+from kmem import patching
 from kmem.multilevel import peaks
 from kmem.multilevel.level import Level
 from kmem.multilevel.rounds import Round
@@ -85,4 +85,4 @@ def gradient_bytes(
 
 
 def _in_one_part(level: Level):
-    return capture.attribute(level, "num_parts", 1)
+    return patching.attribute(level, "num_parts", 1)

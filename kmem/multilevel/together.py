@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem import capture
+from kmem import patching
 from kmem.multilevel import passes
 from kmem.multilevel import replicas
 from kmem.options import Sharding
@@ -155,7 +155,7 @@ def check(program: keras.Model, levels: list, option: Sharding) -> None:
                 f"Received: level '{level.name}' with remat={remat}"
             )
         options = dataclasses.replace(level.options, sharding=option)
-        with capture.attribute(level.model, "optimizer", level.optimizer):
+        with patching.attribute(level.model, "optimizer", level.optimizer):
             refusals.check(level.model, options)
 
 
@@ -171,7 +171,7 @@ def in_shards(levels: list, optimizers: list, option: Sharding):
     with contextlib.ExitStack() as stack:
         for level, optimizer in zip(levels, optimizers, strict=True):
             stack.enter_context(
-                capture.attribute(level.model, "optimizer", optimizer)
+                patching.attribute(level.model, "optimizer", optimizer)
             )
         trained = [
             ShardedTraining(level.model, optimizer, option, num_batches=1)
@@ -181,7 +181,7 @@ def in_shards(levels: list, optimizers: list, option: Sharding):
         for level, each in zip(levels, trained, strict=True):
             each.start()
             several = SeveralProcesses(each, weights)
-            stack.enter_context(capture.attribute(level, "processes", several))
+            stack.enter_context(patching.attribute(level, "processes", several))
         try:
             yield
         except BaseException:
@@ -195,6 +195,6 @@ def in_shards(levels: list, optimizers: list, option: Sharding):
 def make_whole(levels: list, optimizers: list) -> None:
     """Gathers what a `fit` that failed has left in shards."""
     for level, optimizer in zip(levels, optimizers, strict=True):
-        with capture.attribute(level.model, "optimizer", optimizer):
+        with patching.attribute(level.model, "optimizer", optimizer):
             training.make_whole(level.model)
             training.check_whole(level.model)

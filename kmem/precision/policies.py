@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import keras
 
 from kmem.capture import all_layers
-from kmem.capture import attribute
 from kmem.options import MixedPrecision
+from kmem.patching import attribute
 from kmem.precision import guards
 
 _lock = threading.RLock()

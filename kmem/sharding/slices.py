@@ -22,9 +22,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmem.capture import attribute
 from kmem.parts import num_rows
 from kmem.parts import slice_rows
+from kmem.patching import attribute
 from kmem.processes import Alone
 from kmem.processes import Slice
 from kmem.sharding import gathering

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmem.capture import attribute
+from kmem.patching import attribute
 from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
 from kmem.sharding.variables import ShardedVariable

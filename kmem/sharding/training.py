@@ -22,8 +22,8 @@ import tensorflow as tf
 
 from kmem.accumulation import build_optimizer
 from kmem.capture import all_layers
-from kmem.capture import attribute
 from kmem.options import Sharding
+from kmem.patching import attribute
 from kmem.sharding import replicas
 from kmem.sharding import seeds
 from kmem.sharding import units

@@ -23,8 +23,8 @@ import tensorflow as tf
 
 from kmem import remat
 from kmem.capture import all_layers
-from kmem.capture import attribute
 from kmem.capture import children
+from kmem.patching import attribute
 from kmem.sharding.shard import gathered
 from kmem.sharding.variables import ShardedVariable
 from kmem.sharding.variables import prepared

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem.capture import attribute
+from kmem.patching import attribute
 from kmem.sharding.engine import Engine
 
 

@@ -1,0 +1,133 @@
+"""Replaces attributes of objects for a while, whatever threads do meanwhile.
+
+The replicas of a strategy run one step in threads of their own, on the same
+model and optimizer, and enter and leave a block in any order. So what an
+attribute was is written down once, by who replaces it first, and comes back
+when the last one leaves. What this module does not do: replace what a class
+defines for other instances.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+_MISSING = object()
+_lock = threading.RLock()
+# By the instance's id and the attribute's name, as long as it is replaced.
+_attributes: "dict[tuple[int, str], _Attribute]" = {}
+_methods: "dict[tuple[int, str], _Method]" = {}
+
+
+@contextlib.contextmanager
+def attribute(instance, name: str, value) -> Iterator[None]:
+    """Sets an instance attribute for a while, past Keras's own tracking.
+
+    All threads see it. If several have set it, they see the latest of the
+    values that are still set.
+
+    Args:
+        instance: The object. Afterwards it has, or lacks, what it did.
+        name: The attribute's name.
+        value: What it is within.
+    """
+    key = id(instance), name
+    with _lock:
+        if key not in _attributes:
+            before = vars(instance).get(name, _MISSING)
+            _attributes[key] = _Attribute(instance, name, before)
+        replaced = _attributes[key]
+        entry = replaced.enter(value)
+    try:
+        yield
+    finally:
+        with _lock:
+            if not replaced.leave(entry):
+                del _attributes[key]
+
+
+@contextlib.contextmanager
+def method(
+    instance, name: str, replacement: Callable[[Callable], Callable]
+) -> Iterator[None]:
+    """Replaces a method of one instance for a while, for this thread only.
+
+    Other threads call what the object had, or their own replacement.
+
+    Args:
+        instance: The object.
+        name: The method's name.
+        replacement: Gets what this thread called so far, and gives what it
+            calls within.
+    """
+    key = id(instance), name
+    thread = threading.get_ident()
+    with contextlib.ExitStack() as stack:
+        with _lock:
+            replaced = _methods.get(key) or _Method(getattr(instance, name))
+            replaced.enter(thread, replacement)
+            _methods[key] = replaced
+            stack.enter_context(attribute(instance, name, replaced.call))
+        try:
+            yield
+        finally:
+            with _lock:
+                if not replaced.leave(thread):
+                    del _methods[key]
+
+
+class _Attribute:
+    """An attribute that is replaced, and what it was."""
+
+    def __init__(self, instance, name: str, before):
+        self._instance = instance
+        self._name = name
+        self._before = before
+        self._entries: list[list] = []
+
+    def enter(self, value) -> list:
+        entry = [value]
+        self._entries.append(entry)
+        object.__setattr__(self._instance, self._name, value)
+        return entry
+
+    def leave(self, entry: list) -> bool:
+        """Takes a value off; whether others are left."""
+        self._entries = [each for each in self._entries if each is not entry]
+        value = self._entries[-1][0] if self._entries else self._before
+        if value is _MISSING:
+            object.__delattr__(self._instance, self._name)
+        else:
+            object.__setattr__(self._instance, self._name, value)
+        return bool(self._entries)
+
+
+class _Method:
+    """A method that threads replace, and what each of them calls instead."""
+
+    def __init__(self, plain: Callable):
+        self._plain = plain
+        self._calls: dict[int, list[Callable]] = {}
+
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._current(threading.get_ident())(*args, **kwargs)
+
+        self.call = call
+
+    def enter(self, thread: int, replacement) -> None:
+        replaced = replacement(self._current(thread))
+        self._calls.setdefault(thread, []).append(replaced)
+
+    def leave(self, thread: int) -> bool:
+        """Takes the thread's latest replacement off; whether any is left."""
+        self._calls[thread].pop()
+        if not self._calls[thread]:
+            del self._calls[thread]
+        return bool(self._calls)
+
+    def _current(self, thread: int) -> Callable:
+        calls = self._calls.get(thread)
+        return calls[-1] if calls else self._plain
