@@ -327,12 +327,14 @@ class MemoryOptions:
         return self.microbatches.count if self.microbatches else 1
 
 
-def split_options(arguments: dict[str, Any], known: set[str]) -> MemoryOptions:
+def split_options(
+    arguments: dict[str, Any], known: set[str] | None
+) -> MemoryOptions:
     """Takes the memory options out of a call's keyword arguments.
 
     Args:
         arguments: The call's keyword arguments; the options are removed.
-        known: The names that the call takes besides.
+        known: The names that the call takes besides; `None` for any.
 
     Raises:
         TypeError: If a name is neither an option nor known; the nearest name
@@ -341,7 +343,7 @@ def split_options(arguments: dict[str, Any], known: set[str]) -> MemoryOptions:
     """
     names = {field.name for field in dataclasses.fields(MemoryOptions)}
     for name in arguments:
-        if name not in names and name not in known:
+        if known is not None and name not in names | known:
             near = difflib.get_close_matches(name, [*names, *known], n=1)
             hint = f" Did you mean `{near[0]}`?" if near else ""
             raise TypeError(f"Unexpected keyword argument `{name}`.{hint}")

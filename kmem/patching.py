@@ -3,8 +3,10 @@
 The replicas of a strategy run one step in threads of their own, on the same
 model and optimizer, and enter and leave a block in any order. So what an
 attribute was is written down once, by who replaces it first, and comes back
-when the last one leaves. What this module does not do: replace what a class
-defines for other instances.
+when the last one leaves.
+
+What this module does not do: know that one thread works for another. A method
+that a thread replaces is the old one in the threads that it starts.
 """
 
 import contextlib
@@ -23,13 +25,14 @@ _methods: "dict[tuple[int, str], _Method]" = {}
 
 @contextlib.contextmanager
 def attribute(instance, name: str, value) -> Iterator[None]:
-    """Sets an instance attribute for a while, past Keras's own tracking.
+    """Sets an attribute for a while, past Keras's own tracking.
 
     All threads see it. If several have set it, they see the latest of the
     values that are still set.
 
     Args:
-        instance: The object. Afterwards it has, or lacks, what it did.
+        instance: The object, or a class. Afterwards it has, or lacks, what it
+            did.
         name: The attribute's name.
         value: What it is within.
     """
@@ -52,12 +55,12 @@ def attribute(instance, name: str, value) -> Iterator[None]:
 def method(
     instance, name: str, replacement: Callable[[Callable], Callable]
 ) -> Iterator[None]:
-    """Replaces a method of one instance for a while, for this thread only.
+    """Replaces a method for a while, for this thread only.
 
     Other threads call what the object had, or their own replacement.
 
     Args:
-        instance: The object.
+        instance: The object, or a class.
         name: The method's name.
         replacement: Gets what this thread called so far, and gives what it
             calls within.
@@ -86,11 +89,13 @@ class _Attribute:
         self._name = name
         self._before = before
         self._entries: list[list] = []
+        # What sets an attribute of an object, or of a class.
+        self._own = type if isinstance(instance, type) else object
 
     def enter(self, value) -> list:
         entry = [value]
         self._entries.append(entry)
-        object.__setattr__(self._instance, self._name, value)
+        self._own.__setattr__(self._instance, self._name, value)
         return entry
 
     def leave(self, entry: list) -> bool:
@@ -98,9 +103,9 @@ class _Attribute:
         self._entries = [each for each in self._entries if each is not entry]
         value = self._entries[-1][0] if self._entries else self._before
         if value is _MISSING:
-            object.__delattr__(self._instance, self._name)
+            self._own.__delattr__(self._instance, self._name)
         else:
-            object.__setattr__(self._instance, self._name, value)
+            self._own.__setattr__(self._instance, self._name, value)
         return bool(self._entries)
 
 

@@ -1,12 +1,14 @@
 """`fit` with memory options: `Model`, `wrap`, and what they share."""
 
-import collections
+import contextlib
 import functools
 import inspect
+import warnings
 
 import keras
 
 from kmem import batches
+from kmem import patching
 from kmem import pipeline
 from kmem import planner
 from kmem.budgeted import BudgetedSession
@@ -21,6 +23,10 @@ from kmem.session import Session
 from kmem.sharding import training
 
 _SESSION = "_kmem_session"
+# Not as they are when they are replaced; see `_in_place_of_keras`.
+_KERAS_METHODS = {
+    name: getattr(keras.Model, name) for name in ("fit", "train_on_batch")
+}
 
 
 class MemoryFit:
@@ -196,10 +202,9 @@ def _wrapped_method(model, plain, method):
     return call
 
 
-def _fit(model, keras_fit, args, kwargs):
-    """Keras's `fit`, with the memory options among `kwargs`."""
-    signature = inspect.signature(keras_fit)
-    options = in_processes(split_options(kwargs, set(signature.parameters)))
+def _fit(model, own_fit, args, kwargs):
+    """A model's own `fit`, with the memory options among `kwargs`."""
+    options = in_processes(split_options(kwargs, _parameters(own_fit)))
     _end_train_on_batch(model)
     # Shards that an error has left: nobody could plan for them.
     plans = options.remat is not None or options.memory_budget is not None
@@ -208,29 +213,76 @@ def _fit(model, keras_fit, args, kwargs):
     if options.sharding is None:
         training.check_whole(model)
     if not options:
-        return keras_fit(*args, **kwargs)
-    if "callbacks" not in signature.parameters:
-        # An overridden `fit` that hands its keyword arguments on.
-        kwargs.setdefault("callbacks", None)
-    bound = signature.bind(*args, **kwargs)
-    given = collections.ChainMap(
-        bound.arguments, bound.arguments.get("kwargs", {})
-    )
+        return own_fit(*args, **kwargs)
+    fit = functools.partial(_fit_under, model, options)
+    return _in_place_of_keras(model, "fit", own_fit, fit, args, kwargs)
+
+
+def _fit_under(model, options: MemoryOptions, keras_fit, args, kwargs):
+    bound = inspect.signature(keras_fit).bind(*args, **kwargs)
     check(model, options)
-    check_batch(given, options)
-    session = _session(model, options, given)
-    place = given.maps[1] if "callbacks" in given.maps[1] else given.maps[0]
-    place["callbacks"] = _with_callback(
-        place.get("callbacks"), EndOfGroup(session)
-    )
-    try:
-        session.install()
-        history = keras_fit(*bound.args, **bound.kwargs)
-    except BaseException:
-        session.remove(failed=True)
-        raise
-    session.remove()
+    check_batch(bound.arguments, options)
+    session = _session(model, options, bound.arguments)
+    given = bound.arguments.get("callbacks")
+    with _with_callback(given, EndOfGroup(session)) as callbacks:
+        bound.arguments["callbacks"] = callbacks
+        try:
+            session.install()
+            history = keras_fit(*bound.args, **bound.kwargs)
+        except BaseException:
+            session.remove(failed=True)
+            raise
+        session.remove()
     return history
+
+
+def _parameters(method) -> set[str] | None:
+    """The names of a method's parameters; `None` if it takes any."""
+    parameters = inspect.signature(method).parameters
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return None if inspect.Parameter.VAR_KEYWORD in kinds else {*parameters}
+
+
+def _in_place_of_keras(model, name, method, replacement, args, kwargs):
+    """Calls a model's own method, with `replacement` in the place of Keras's.
+
+    A model may override `fit`, prepare what it is given, and hand it on to
+    Keras: it is what Keras is given that the model trains on.
+
+    Args:
+        model: The model.
+        name: The method's name.
+        method: The model's own, bound.
+        replacement: Takes Keras's method, bound, and its `args` and `kwargs`.
+        args: What the model's own method is given.
+        kwargs: The same.
+    """
+    if getattr(method, "__func__", None) is _KERAS_METHODS[name]:
+        return replacement(method, args, kwargs)
+    was_called = False
+
+    def replaced(keras_method):
+        @functools.wraps(keras_method)
+        def call(self, *args, **kwargs):
+            nonlocal was_called
+            bound = functools.partial(keras_method, self)
+            if self is not model:
+                return bound(*args, **kwargs)
+            was_called = True
+            return replacement(bound, args, kwargs)
+
+        return call
+
+    with patching.method(keras.Model, name, replaced):
+        result = method(*args, **kwargs)
+    if not was_called:
+        warnings.warn(
+            f"Memory options had no effect: `{type(model).__name__}.{name}` "
+            f"did not call Keras's `{name}`. Call `super().{name}(...)` in it, "
+            "or train with `kmem.callbacks.MemoryOptions`.",
+            stacklevel=4,
+        )
+    return result
 
 
 def _session(model, options: MemoryOptions, arguments):
@@ -249,13 +301,20 @@ def _session(model, options: MemoryOptions, arguments):
     return session
 
 
-def _train_on_batch(model, keras_train_on_batch, args, kwargs):
-    """Keras's `train_on_batch`, under `model.memory_options`."""
+def _train_on_batch(model, own_train_on_batch, args, kwargs):
+    """A model's own `train_on_batch`, under `model.memory_options`."""
+    if not model.memory_options:
+        _end_train_on_batch(model)
+        return own_train_on_batch(*args, **kwargs)
+    train = functools.partial(_train_on_batch_under, model)
+    name, own = "train_on_batch", own_train_on_batch
+    return _in_place_of_keras(model, name, own, train, args, kwargs)
+
+
+def _train_on_batch_under(model, keras_train_on_batch, args, kwargs):
     options = model.memory_options
     asked, session = vars(model).get(_SESSION, (None, None))
-    if not options:
-        _end_train_on_batch(model)
-    elif asked != options or not session.trains():
+    if asked != options or not session.trains():
         _end_train_on_batch(model)
         made = options
         check(model, options)
@@ -278,9 +337,17 @@ def _end_train_on_batch(model) -> None:
         session.remove()
 
 
+@contextlib.contextmanager
 def _with_callback(callbacks, callback):
-    """Puts `callback` first, so that the others see a finished epoch."""
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks.callbacks.insert(0, callback)
-        return callbacks
-    return [callback, *keras.tree.flatten(callbacks or [])]
+    """Puts `callback` first, so that the others see a finished epoch.
+
+    A `CallbackList` is the caller's: it is given back as it was.
+    """
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        yield [callback, *keras.tree.flatten(callbacks or [])]
+        return
+    callbacks.callbacks.insert(0, callback)
+    try:
+        yield callbacks
+    finally:
+        callbacks.callbacks.remove(callback)

@@ -104,6 +104,100 @@ def test_callbacks_see_a_plain_model(model, arguments, options):
     assert seen == [before] * 3
 
 
+class Overriding(keras.Model):
+    """A model with a `fit` of its own, which prepares what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def fit(self, x, *args, **kwargs):
+        return super().fit(np.asarray(x, "float64"), *args, **kwargs)
+
+    def train_on_batch(self, *args, **kwargs):
+        return super().train_on_batch(*args, **kwargs)
+
+
+def overriding():
+    keras.utils.set_random_seed(0)
+    model = Overriding()
+    model.compile("sgd", "mse")
+    return model
+
+
+NUMBERS = np.random.default_rng(0).normal(size=(16, 4)).tolist()
+TARGETS = np.arange(16.0)[:, None]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, *OPTIONS[:2], {"remat": "8GB"}, {"memory_budget": "8GB"}],
+    ids=str,
+)
+def test_a_model_that_overrides_fit_takes_options(options, native_library):
+    """What it hands on to Keras is what counts, here for the plan's batch."""
+    plain, model = overriding(), kmem.wrap(overriding())
+    steps = options.get("gradient_accumulation_steps", 1)
+
+    plain.fit(NUMBERS, TARGETS, 8, epochs=2, verbose=0, shuffle=False)
+    batch_size = 8 // steps
+    model.fit(
+        NUMBERS,
+        TARGETS,
+        batch_size,
+        epochs=2,
+        verbose=0,
+        shuffle=False,
+        **options,
+    )
+
+    assert relative_error(state(model), state(plain)) < 1e-6
+    assert "fit" not in vars(keras.Model)
+
+
+def test_a_model_that_overrides_fit_raises_what_keras_would():
+    model = kmem.wrap(overriding())
+
+    with pytest.raises(TypeError, match="'microbatch'"):
+        model.fit(NUMBERS, TARGETS, microbatch=2)
+
+
+def test_a_model_that_overrides_train_on_batch_takes_options(native_library):
+    plain, model = overriding(), kmem.wrap(overriding())
+    model.memory_options = kmem.MemoryOptions(remat="8GB", microbatches=2)
+    x = np.asarray(NUMBERS)
+
+    plain.train_on_batch(x, TARGETS)
+    model.train_on_batch(x, TARGETS)
+
+    assert relative_error(state(model), state(plain)) < 1e-6
+
+
+def test_options_that_no_keras_fit_was_given_are_told():
+    class Looping(Overriding):
+        def fit(self, x, y):
+            return self.train_on_batch(np.asarray(x), y)
+
+    model = Looping()
+    model.compile("sgd", "mse")
+
+    with pytest.warns(UserWarning, match="Memory options had no effect"):
+        kmem.wrap(model).fit(NUMBERS, TARGETS, microbatches=2)
+
+
+def test_a_list_of_callbacks_is_given_back_as_it_was(model, arguments):
+    history = keras.callbacks.History()
+    callbacks = keras.callbacks.CallbackList([history], model=model)
+
+    model.fit(**arguments, microbatches=2, callbacks=callbacks)
+    model.fit(**arguments, callbacks=callbacks)
+
+    assert callbacks.callbacks == [history]
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_callback_gives_options_to_a_plain_model(arguments, options):
     keras.utils.set_random_seed(0)
