@@ -3,6 +3,9 @@
 In one process, which has all of every shard.
 """
 
+import functools
+from contextlib import nullcontext
+
 import cases
 import keras
 import numpy as np
@@ -41,6 +44,50 @@ def test_training_is_that_without_shards(stage, mode):
     )
 
     assert relative_error(state(model), want) < 1e-12
+
+
+def _of_names(model):
+    model.optimizer.exclude_from_weight_decay(var_names=["kernel"])
+
+
+def _of_paths(model):
+    names = [model.layers[0].name]
+    model.optimizer.exclude_from_weight_decay(var_names=names)
+
+
+def _of_weights(model):
+    model.optimizer.exclude_from_weight_decay(var_list=model.weights[:1])
+
+
+class OfMatrices(keras.optimizers.AdamW):
+    def _use_weight_decay(self, variable):
+        return len(variable.shape) > 1
+
+
+@pytest.mark.parametrize("stage", [*STAGES, "built in shards"])
+@pytest.mark.parametrize(
+    "exclude, kind",
+    [
+        (_of_names, keras.optimizers.AdamW),
+        (_of_paths, keras.optimizers.AdamW),
+        (_of_weights, keras.optimizers.AdamW),
+        (lambda model: None, OfMatrices),
+    ],
+)
+def test_the_same_weights_decay(exclude, kind, stage):
+    def case(scope=nullcontext):
+        with scope():
+            model = cases.dense(optimizer=kind(1e-2, weight_decay=0.5))
+        exclude(model)
+        return model, cases.regression()
+
+    want, _ = train(case)
+    if stage == "built in shards":
+        case = functools.partial(case, kmem.ShardedStrategy().scope)
+        stage = "full"
+    model, _ = train(case, sharding=stage)
+
+    assert relative_error(state(model), state(want)) < 1e-12
 
 
 @pytest.mark.exhaustive
@@ -165,6 +212,29 @@ def _updated_by(name):
     return lambda: cases.dense(optimizer=getattr(keras.optimizers, name)())
 
 
+class OfCentered(keras.optimizers.SGD):
+    def apply(self, grads, trainable_variables=None):
+        grads = [g - keras.ops.mean(g, axis=0) for g in grads]
+        return super().apply(grads, trainable_variables)
+
+
+class Half(keras.constraints.NonNeg):
+    def __call__(self, w):
+        return w / 2
+
+
+def _of_half():
+    model = cases.dense()
+    model.layers[0].kernel.constraint = Half()
+    return model
+
+
+def _overwritten():
+    model = cases.dense()
+    model.layers[0].kernel.overwrite_with_gradient = True
+    return model
+
+
 def _unbuilt():
     model = keras.Sequential([keras.layers.Dense(3)])
     model.compile("sgd", "mse")
@@ -186,6 +256,9 @@ def _replicated():
         (_updated_by("Adafactor"), {}, "optimizer=Adafactor"),
         (_updated_by("Lamb"), {}, "optimizer=Lamb"),
         (_updated_by("Muon"), {}, "optimizer=Muon"),
+        (_compiled(optimizer=OfCentered()), {}, "whose `apply` is its own"),
+        (_of_half, {}, "Half"),
+        (_overwritten, {}, "overwrite_with_gradient=True"),
         (_compiled(jit_compile=True), {}, "jit_compile=True"),
         (_constrained, {}, "which `NonNeg` does"),
         (_unbuilt, {}, "a model that is built"),

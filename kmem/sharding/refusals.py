@@ -1,5 +1,7 @@
 """What cannot be trained in shards, and is refused before anything changes."""
 
+import inspect
+
 import keras
 import tensorflow as tf
 
@@ -21,7 +23,9 @@ _ELEMENTWISE = (
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
 )
-_CONSTRAINTS = (type(None), keras.constraints.NonNeg)
+# What of an optimizer may be a user's own: it sees no numbers, or, of
+# `_use_weight_decay`, a whole variable; see `kmem.sharding.updating`.
+_MAY_DIFFER = ("__init__", "get_config", "_use_weight_decay")
 
 
 def check(model: keras.Model, options: MemoryOptions) -> None:
@@ -35,20 +39,49 @@ def check(model: keras.Model, options: MemoryOptions) -> None:
         _check_in_shards(model, options)
     optimizer = model.optimizer
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    updates = [kind.update_step for kind in _ELEMENTWISE]
-    if type(inner).update_step not in updates:
-        names = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
+    if optimizer is not inner:
+        _check_update(optimizer, (keras.optimizers.LossScaleOptimizer,))
+    _check_update(inner, _ELEMENTWISE)
+    for variable in model.trainable_variables:
+        _check_weight(variable)
+
+
+def _check_update(optimizer, kinds: tuple) -> None:
+    kind = type(optimizer)
+    known = next((k for k in kind.__mro__ if k in kinds), None)
+    names = ", ".join(each.__name__ for each in kinds)
+    if known is None:
         raise ValueError(
             "`sharding` needs an optimizer that updates every number by "
-            f"itself: {names}. Received: optimizer={type(inner).__name__}"
+            f"itself: {names}. Received: optimizer={kind.__name__}"
         )
-    for variable in model.trainable_variables:
-        if not isinstance(variable.constraint, _CONSTRAINTS):
+    for name, method in inspect.getmembers(known, inspect.isfunction):
+        if getattr(kind, name) is not method and name not in _MAY_DIFFER:
             raise ValueError(
-                "`sharding` needs constraints that look at every number by "
-                "itself, which `NonNeg` does. Received: constraint="
-                f"{variable.constraint!r} of {variable.path}"
+                "`sharding` gives an optimizer parts of the weights, so that "
+                f"it must be one of Keras's own: {names}, or a subclass that "
+                f"leaves what they compute as it is. Received: optimizer="
+                f"{kind.__name__}, whose `{name}` is its own"
             )
+
+
+def _check_weight(variable) -> None:
+    constraint = variable.constraint
+    if constraint is not None and (
+        type(constraint).__call__ is not keras.constraints.NonNeg.__call__
+    ):
+        raise ValueError(
+            "`sharding` needs constraints that look at every number by "
+            "itself, which `NonNeg` does. Received: constraint="
+            f"{constraint!r} of {variable.path}"
+        )
+    if getattr(variable, "overwrite_with_gradient", False):
+        raise ValueError(
+            "`sharding` adds up gradients, and needs weights that an "
+            "optimizer updates by them: give no model that is quantized to "
+            "float8. Received: overwrite_with_gradient=True of "
+            f"{variable.path}"
+        )
 
 
 def _check_setting(model) -> None:

@@ -146,9 +146,10 @@ class ShardedTraining:
             weights = trainable_variables or self._model.trainable_variables
             pairs = zip(grads, weights, strict=True)
             known = [(g, v) for g, v in pairs if g is not None]
-            are_cut = [isinstance(v, ShardedVariable) for _, v in known]
             with (
-                updating.of_all(self._optimizer, self._engine, are_cut),
+                updating.of_all(
+                    self._optimizer, self._engine, [v for _, v in known]
+                ),
                 self._updated([g for g, _ in known]),
             ):
                 apply(grads, trainable_variables)

@@ -2,7 +2,8 @@
 
 Keras's optimizers work number by number, so that they may be given shards.
 Two things look at all numbers at once: a norm to clip by, and whether all are
-finite. Here both look at all processes, in one small call each.
+finite. Here both look at all processes, in one small call each. And whether a
+weight decays depends on its name, or its shape: those of the whole.
 """
 
 import contextlib
@@ -14,22 +15,26 @@ import tensorflow as tf
 
 from kmem.patching import attribute
 from kmem.sharding.engine import Engine
+from kmem.sharding.variables import ShardedVariable
 
 
 @contextlib.contextmanager
-def of_all(optimizer, engine: Engine, are_cut: list[bool]) -> Iterator[None]:
+def of_all(optimizer, engine: Engine, weights: list) -> Iterator[None]:
     """Lets an optimizer clip, and look for infinities, over all processes.
 
-    `_clip_gradients` is private in Keras; tests/test_sharding.py fails if it
-    moves.
+    `_clip_gradients` and `_use_weight_decay` are private in Keras;
+    tests/test_sharding.py and tests/test_sharding_fit.py fail if they move.
 
     Args:
         optimizer: The optimizer, which is given shards.
         engine: The processes.
-        are_cut: Of the gradients that are not `None`, which are shards'.
+        weights: The weights whose gradients are not `None`.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     plain_clip = inner._clip_gradients
+    plain_use = inner._use_weight_decay
+    cut = [v for v in weights if isinstance(v, ShardedVariable)]
+    wholes = {v.shard.variable._unique_id: v.whole for v in cut}
 
     def clip(gradients):
         if not (inner.clipnorm or inner.global_clipnorm):
@@ -37,8 +42,9 @@ def of_all(optimizer, engine: Engine, are_cut: list[bool]) -> Iterator[None]:
         known = [g for g in gradients if g is not None]
         squares = [
             # What is whole is in every process.
-            tf.reduce_sum(tf.square(g)) / (1 if is_cut else engine.size)
-            for g, is_cut in zip(known, are_cut, strict=True)
+            tf.reduce_sum(tf.square(g))
+            / (1 if isinstance(v, ShardedVariable) else engine.size)
+            for g, v in zip(known, weights, strict=True)
         ]
         squares = engine.all_reduce(tf.stack(squares), "norms")
         if inner.clipnorm:
@@ -53,8 +59,12 @@ def of_all(optimizer, engine: Engine, are_cut: list[bool]) -> Iterator[None]:
         )
         return [None if g is None else next(clipped) for g in gradients]
 
+    def use(variable):
+        return plain_use(wholes.get(variable._unique_id, variable))
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(attribute(inner, "_clip_gradients", clip))
+        stack.enter_context(attribute(inner, "_use_weight_decay", use))
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             plain_check = optimizer.check_finite
 

@@ -88,6 +88,12 @@ class ShardedVariable(keras.Variable):
         return len(self._shape)
 
     @property
+    def whole(self) -> tf.Variable:
+        """The variable that Keras made: its name and shape, if not its
+        values."""
+        return _whole(self)
+
+    @property
     def holds_shard(self) -> bool:
         """Whether the shard is there between the steps."""
         return True
@@ -100,7 +106,10 @@ class ShardedVariable(keras.Variable):
     @property
     def value(self):
         # Not the value that a `StatelessScope` has: it has the shard's.
-        return self._maybe_autocast(self._value)
+        value = self._maybe_autocast(self._value)
+        # Optimizers know a variable by it.
+        value._unique_id = self.whole._unique_id
+        return value
 
     @property
     def handle(self):
