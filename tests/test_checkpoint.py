@@ -51,8 +51,6 @@ class Threads(Engine):
 def run(size, function, monkeypatch):
     """Calls it with the rank, in threads that are processes to kmem."""
     own = threading.local()
-    for module in (checkpoint, together):
-        monkeypatch.setattr(module, "engine", lambda: own.engine)
     barrier, sent = threading.Barrier(size), [None] * size
 
     def call(rank):
@@ -63,7 +61,12 @@ def run(size, function, monkeypatch):
             barrier.abort()
             raise
 
-    with concurrent.futures.ThreadPoolExecutor(size) as pool:
+    with (
+        monkeypatch.context() as patch,
+        concurrent.futures.ThreadPoolExecutor(size) as pool,
+    ):
+        for module in (checkpoint, together):
+            patch.setattr(module, "engine", lambda: own.engine)
         calls = [pool.submit(call, rank) for rank in range(size)]
         concurrent.futures.wait(calls)
     # The first cause, not that it was missed.
@@ -135,6 +138,10 @@ def assert_equal(found, wanted, seeds_too=True):
             np.testing.assert_array_equal(x, y)
 
 
+def content(folder):
+    return json.loads((folder / "index.json").read_text())["content"]
+
+
 def save_in(size, folder, monkeypatch, mirrored=False, units=5):
     """Saves one model from several processes; returns its numbers."""
     models = [trained(units=units) for _ in range(size)]
@@ -180,7 +187,7 @@ def test_any_number_of_processes_loads_it(
 
 def test_each_process_writes_its_share(tmp_path, monkeypatch):
     wanted = save_in(4, tmp_path, monkeypatch, units=500)
-    index = json.loads((tmp_path / "index.json").read_text())
+    index = content(tmp_path)
     sizes = [file["num_bytes"] for file in index["files"]]
     assert sum(sizes) == sum(x.nbytes for x in wanted)
     # The first has the statistics of normalization, too: 2 x 500 numbers.
@@ -241,7 +248,7 @@ def test_a_harmed_file_is_named_and_nothing_is_loaded(
     harm, tmp_path, monkeypatch
 ):
     save_in(2, tmp_path, monkeypatch)
-    index = json.loads((tmp_path / "index.json").read_text())
+    index = content(tmp_path)
     path = tmp_path / index["files"][1]["name"]
     contents = path.read_bytes()
     if harm == "missing":
@@ -285,13 +292,181 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         distributed.load(other, tmp_path)
 
 
-def test_there_must_be_an_index(tmp_path):
+def test_there_must_be_an_index(tmp_path, monkeypatch):
     model = make_model()
     with pytest.raises(FileNotFoundError, match=r"index\.json"):
         distributed.load(model, tmp_path)
-    (tmp_path / "index.json").write_text('{"format": 7}')
+    (tmp_path / "index.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"index\.json \("):
+        distributed.load(model, tmp_path)
+    (tmp_path / "index.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.index, "_FORMAT", 7)
+        distributed.save(model, tmp_path)
     with pytest.raises(ValueError, match=r"index\.json \(format=7\)"):
         distributed.load(model, tmp_path)
+
+
+def paths(folder):
+    return sorted(folder.iterdir())
+
+
+def assert_refused(folder, named):
+    """No model is changed, be its optimizer built or not."""
+    for model in (trained(seed=1), make_model(seed=1)):
+        before = state(model)
+        with pytest.raises(ValueError, match="copy the checkpoint again") as e:
+            distributed.load(model, folder)
+        assert named.name in str(e.value)
+        assert_equal(state(model), before)
+
+
+def test_a_flipped_bit_is_found_in_any_file(tmp_path, monkeypatch):
+    save_in(3, tmp_path, monkeypatch)
+    rng = np.random.default_rng(0)
+    model = trained(seed=1)
+    before = state(model)
+    for path in paths(tmp_path):
+        contents = path.read_bytes()
+        for bit in rng.integers(8 * len(contents), size=150):
+            flipped = bytearray(contents)
+            flipped[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(flipped)
+            with pytest.raises(ValueError, match="copy the checkpoint") as e:
+                distributed.load(model, tmp_path)
+            assert path.name in str(e.value)
+        assert_equal(state(model), before)
+        assert_refused(tmp_path, path)
+        path.write_bytes(contents)
+    assert distributed.load(model, tmp_path) == {"epoch": 3}
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_what_is_not_as_it_was_written_is_found(number, tmp_path, monkeypatch):
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    save_in(3, ours, monkeypatch)
+    save_in(3, others, monkeypatch, units=6)
+    path, other = paths(ours)[number], paths(others)[number]
+    contents = path.read_bytes()
+    path.write_bytes(contents[: len(contents) // 2])
+    assert_refused(ours, path)
+    path.write_bytes(contents + b" ")
+    assert_refused(ours, path)
+    path.write_bytes(other.read_bytes())
+    if path.name == "index.json":
+        # Its files are missing.
+        assert_refused(ours, paths(others)[1])
+    else:
+        assert_refused(ours, path)
+        path.unlink()
+        assert_refused(ours, path)
+
+
+def named(*names, optimizer=None):
+    stack = [layers.Dense(4, name=name) for name in names]
+    model = keras.Sequential([keras.Input((4,)), *stack], name="stack")
+    model.compile(optimizer or keras.optimizers.Adam(), "mse")
+    build_optimizer(model.optimizer, model.trainable_variables)
+    return model
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (lambda: named("b", "a"), "stack/b/kernel in this place.*stack/a/ker"),
+        (lambda: named("a_3", "b_2"), None),
+        (lambda: named("a", "b", optimizer="adamw"), "AdamW: .* Adam$"),
+        (
+            lambda: named(
+                "a", "b", optimizer=keras.optimizers.Adam(amsgrad=True)
+            ),
+            "with 14 variables.* with 10$",
+        ),
+        (lambda: named("a", "c"), "stack/c/kernel in this place.*stack/b/ker"),
+    ],
+)
+@pytest.mark.parametrize("is_built", [True, False])
+def test_layers_and_optimizer_are_those_that_were_saved(
+    other, message, is_built, tmp_path
+):
+    distributed.save(named("a", "b"), tmp_path)
+    model = other()
+    if not is_built:
+        kind, config = type(model.optimizer), model.optimizer.get_config()
+        model.compile(kind.from_config(config), "mse")
+    before = state(model)
+    if message is None:
+        distributed.load(model, tmp_path)
+        return
+    with pytest.raises(ValueError, match=message):
+        distributed.load(model, tmp_path)
+    assert_equal(state(model), before)
+    assert model.optimizer.built is is_built
+
+
+def test_layers_that_keras_has_numbered_are_told_apart(tmp_path):
+    def numbered(*order):
+        keras.utils.clear_session()
+        made = {i: layers.Dense(4) for i in range(12)}
+        inputs = keras.Input((4,))
+        outputs = inputs
+        for i in order:
+            outputs = made[i](outputs)
+        return keras.Model(inputs, outputs)
+
+    distributed.save(numbered(0, 9, 10), tmp_path)
+    distributed.load(numbered(2, 3, 11), tmp_path)
+    with pytest.raises(ValueError, match="in this place"):
+        distributed.load(numbered(0, 10, 9), tmp_path)
+
+
+def test_two_averages_of_one_class_of_optimizer_are_told_apart(tmp_path):
+    momentum = keras.optimizers.SGD(momentum=0.9)
+    distributed.save(named("a", "b", optimizer=momentum), tmp_path)
+    average = keras.optimizers.SGD(use_ema=True)
+    with pytest.raises(ValueError, match="kernel_average in this place"):
+        distributed.load(named("a", "b", optimizer=average), tmp_path)
+
+
+def test_files_of_others_stay(tmp_path):
+    foreign = [tmp_path / name for name in ("a.part", "b.shard", "index.part")]
+    for path in foreign:
+        path.write_text("of another")
+    for seed in range(2):
+        distributed.save(trained(seed), tmp_path)
+    assert [path.read_text() for path in foreign] == 3 * ["of another"]
+    assert len(paths(tmp_path)) == 3 + 2
+
+
+def test_an_index_of_others_is_not_replaced(tmp_path):
+    path = tmp_path / "index.json"
+    path.write_text('{"title": "a page"}')
+    with pytest.raises(ValueError, match=r"Received: .*index\.json"):
+        distributed.save(trained(), tmp_path)
+    assert paths(tmp_path) == [path]
+    assert path.read_text() == '{"title": "a page"}'
+
+
+@pytest.mark.parametrize(
+    "position",
+    [{"epoch": np.int64(3)}, {"a": np.float32(0.1), "b": [1, None, "c"]}],
+)
+def test_a_position_is_what_json_holds(position, tmp_path):
+    distributed.save(trained(), tmp_path, position)
+    found = distributed.load(trained(), tmp_path)
+    assert found == position
+    assert not any(isinstance(x, np.generic) for x in found.values())
+
+
+@pytest.mark.parametrize(
+    "position", [[3], {3: 4}, {"a": (1, 2)}, {"a": np.zeros(3)}, {"a": {1}}, 0]
+)
+def test_another_position_is_refused_before_anything_is_written(
+    position, tmp_path
+):
+    with pytest.raises(ValueError, match="Received: position="):
+        distributed.save(trained(), tmp_path, position)
+    assert paths(tmp_path) == []
 
 
 def test_the_last_complete_checkpoint_stays(tmp_path, monkeypatch):

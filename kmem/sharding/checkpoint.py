@@ -10,10 +10,11 @@ folder.
 """
 
 import dataclasses
-import json
 import math
 import pathlib
+import re
 import secrets
+from typing import Any
 
 import keras
 import numpy as np
@@ -22,13 +23,14 @@ import tensorflow as tf
 from kmem import precision
 from kmem.accumulation import build_optimizer
 from kmem.sharding import files
+from kmem.sharding import index
 from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
 from kmem.sharding.together import together
 from kmem.sharding.variables import ShardedVariable
 
-_INDEX = "index.json"
-_FORMAT = 1
+# The files of this module. A checkpoint's folder may have others.
+_OWN = re.compile(r"kmem-[0-9a-f]{16}-\d+-of-\d+\.(shard|part)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,7 @@ class _Piece:
 def save(
     model: keras.Model,
     folder: str | pathlib.Path,
-    position: dict[str, int] | None = None,
+    position: dict[str, Any] | None = None,
 ) -> None:
     """Saves a model, its optimizer and the state of its random numbers.
 
@@ -54,10 +56,12 @@ def save(
     Args:
         model: A built model, in shards or whole.
         folder: Where to. All processes must see it.
-        position: What `load` is to return.
+        position: What `load` is to return: a dictionary that JSON can hold.
 
     Raises:
         OSError: If this process cannot write.
+        ValueError: If JSON cannot hold the position, or the folder has an
+            `index.json` of something else.
         RuntimeError: If another one cannot.
 
     Example:
@@ -80,12 +84,14 @@ def save(
     # No other checkpoint has files of these names.
     token = group.broadcast(tf.constant([secrets.randbits(62)]), "save")
     names = [
-        f"{int(token[0]):016x}-{rank}-of-{group.size}.shard"
+        f"kmem-{int(token[0]):016x}-{rank}-of-{group.size}.shard"
         for rank in range(group.size)
     ]
     writer = files.Writer(folder / names[group.rank])
     with together(group, "write a checkpoint"):
+        position = index.plain({} if position is None else position)
         folder.mkdir(parents=True, exist_ok=True)
+        index.check_is_free(folder)
         with writer:
             for (_, variable), placed in zip(variables, pieces, strict=True):
                 for piece in placed:
@@ -95,9 +101,9 @@ def save(
     with together(group, "write a checkpoint's index"):
         if group.rank == 0:
             optimizer = getattr(model, "optimizer", None)
-            index = {
-                "format": _FORMAT,
-                "position": position or {},
+            content = {
+                "position": position,
+                "optimizer": _kind(optimizer),
                 "loss_scale": precision.scale_of(optimizer),
                 "files": [
                     {"name": name, "num_bytes": size, "checksums": found}
@@ -115,13 +121,13 @@ def save(
                     )
                 ],
             }
-            files.replace(folder / _INDEX, json.dumps(index))
-            for path in [*folder.glob("*.shard"), *folder.glob("*.part")]:
-                if path.name not in names:
+            index.write(folder, content)
+            for path in folder.iterdir():
+                if _OWN.fullmatch(path.name) and path.name not in names:
                     path.unlink(missing_ok=True)
 
 
-def load(model: keras.Model, folder: str | pathlib.Path) -> dict[str, int]:
+def load(model: keras.Model, folder: str | pathlib.Path) -> dict[str, Any]:
     """Loads what `save` has saved, from any number of processes into any.
 
     All processes have to call it. Each reads and checks what it needs before
@@ -144,13 +150,14 @@ def load(model: keras.Model, folder: str | pathlib.Path) -> dict[str, int]:
     group = engine()
     with together(group, "load a checkpoint"):
         checkpoint = _Checkpoint(pathlib.Path(folder))
-        pairs = checkpoint.matched(model)
-        for variable, record in pairs:
+        for variable, record in checkpoint.matched(model):
             checkpoint.read(record, *_own_range(variable))
-    for variable, record in pairs:
+    optimizer = getattr(model, "optimizer", None)
+    if checkpoint.has_optimizer and optimizer is not None:
+        build_optimizer(optimizer, model.trainable_variables)
+    for variable, record in checkpoint.matched(model):
         numbers = checkpoint.read(record, *_own_range(variable))
         _assign(variable, numbers, group)
-    optimizer = getattr(model, "optimizer", None)
     if checkpoint.loss_scale is not None and optimizer is not None:
         precision.set_scale(optimizer, checkpoint.loss_scale)
     return checkpoint.position
@@ -158,7 +165,7 @@ def load(model: keras.Model, folder: str | pathlib.Path) -> dict[str, int]:
 
 def exists(folder: str | pathlib.Path) -> bool:
     """Whether a process sees a checkpoint; all have to call it."""
-    found = (pathlib.Path(folder) / _INDEX).is_file()
+    found = index.exists(pathlib.Path(folder))
     flags = engine().gather(tf.constant([int(found)]), "exists")
     return bool(np.any(flags))
 
@@ -167,54 +174,68 @@ class _Checkpoint:
     """A checkpoint that is being read."""
 
     def __init__(self, folder: pathlib.Path):
-        path = folder / _INDEX
-        try:
-            index = json.loads(path.read_text(encoding="utf-8"))
-            if index["format"] != _FORMAT:
-                raise ValueError(f"format={index['format']}")
-            self.position: dict[str, int] = index["position"]
-            self.loss_scale: list | None = index["loss_scale"]
-            self._records = index["variables"]
-            self._files = index["files"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                "A checkpoint's index must be as this version of kmem writes "
-                f"it. Received: {path} ({error})"
-            ) from error
+        content = index.read(folder)
+        self.position: dict[str, Any] = content["position"]
+        self.loss_scale: list | None = content["loss_scale"]
+        self._optimizer: str | None = content["optimizer"]
+        self._records = content["variables"]
         self._folder = folder
-        self._readers: dict[int, files.Reader] = {}
+        self._readers = [
+            files.Reader(
+                folder / file["name"], file["num_bytes"], file["checksums"]
+            )
+            for file in content["files"]
+        ]
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(record["of"] == "optimizer" for record in self._records)
 
     def matched(self, model: keras.Model) -> list:
         """The model's variables, each with the checkpoint's record of it."""
-        has_optimizer = any(r["of"] == "optimizer" for r in self._records)
         optimizer = getattr(model, "optimizer", None)
-        if has_optimizer and optimizer is not None:
-            build_optimizer(optimizer, model.trainable_variables)
-        else:
-            optimizer = None
-        pairs = []
-        for kind, owner in (("model", model), ("optimizer", optimizer)):
-            if owner is None:
-                continue
-            records = [r for r in self._records if r["of"] == kind]
-            own = [v for of, v in _variables(model) if of == kind]
-            if len(own) != len(records):
-                raise ValueError(
-                    f"The checkpoint must be of a {kind} like this one, with "
-                    f"{len(own)} variables. Received: {self._folder} with "
-                    f"{len(records)}"
+        own = [v for kind, v in _variables(model) if kind == "model"]
+        pairs = self._matched("model", own)
+        if self.has_optimizer and optimizer is not None:
+            if self._optimizer != _kind(optimizer):
+                raise self._another(
+                    "optimizer", _kind(optimizer), self._optimizer
                 )
-            pairs += zip(own, records, strict=True)
-            for variable, record in zip(own, records, strict=True):
-                known = _description(kind, variable)
-                if any(known[x] != record[x] for x in ("shape", "dtype")):
-                    raise ValueError(
-                        f"The checkpoint must be of a {kind} like this one, "
-                        f"whose {variable.path} is {known['dtype']} of "
-                        f"{known['shape']}. Received: {self._folder} with "
-                        f"{record['dtype']} of {record['shape']}"
-                    )
+            own = _slots(optimizer, model.trainable_variables)
+            pairs += self._matched("optimizer", own)
         return pairs
+
+    def _matched(self, kind: str, own: list) -> list:
+        known = [_description(kind, variable) for variable in own]
+        records = [r for r in self._records if r["of"] == kind]
+        if len(known) != len(records):
+            raise self._another(
+                kind, f"with {len(known)} variables", f"with {len(records)}"
+            )
+        for each, record in zip(known, records, strict=True):
+            if any(each[x] != record[x] for x in ("shape", "dtype")):
+                raise self._another(
+                    kind,
+                    f"whose {each['name']} is {each['dtype']} of "
+                    f"{each['shape']}",
+                    f"with {record['dtype']} of {record['shape']}",
+                )
+        names = [[each["name"] for each in x] for x in (known, records)]
+        for name, other, *found in zip(
+            *names, *map(index.forms, names), strict=True
+        ):
+            if found[0] != found[1]:
+                raise self._another(
+                    kind, f"with {name} in this place", f"with {other}"
+                )
+        return list(zip(own, records, strict=True))
+
+    def _another(self, kind: str, known, received) -> ValueError:
+        return ValueError(
+            f"The checkpoint must be of a {kind} like this one, {known}: "
+            f"make the {kind} as it was when it was saved. Received: "
+            f"{self._folder} {received}"
+        )
 
     def read(self, record: dict, first: int, count: int) -> np.ndarray:
         """Consecutive numbers of a variable, from the files that have them."""
@@ -225,19 +246,10 @@ class _Checkpoint:
             stop = min(first + count, piece.first + piece.count)
             if start < stop:
                 offset = piece.offset_bytes - piece.first * dtype.size
-                found += self._reader(piece.file).read(
+                found += self._readers[piece.file].read(
                     offset + start * dtype.size, offset + stop * dtype.size
                 )
         return np.frombuffer(found, dtype.as_numpy_dtype)
-
-    def _reader(self, number: int) -> files.Reader:
-        if number not in self._readers:
-            file = self._files[number]
-            path = self._folder / file["name"]
-            self._readers[number] = files.Reader(
-                path, file["num_bytes"], file["checksums"]
-            )
-        return self._readers[number]
 
 
 def _variables(model: keras.Model) -> list[tuple[str, keras.Variable]]:
@@ -250,10 +262,38 @@ def _variables(model: keras.Model) -> list[tuple[str, keras.Variable]]:
     return found
 
 
+def _kind(optimizer) -> str | None:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return None if inner is None else type(inner).__name__
+
+
+def _slots(optimizer, weights: list) -> list[keras.Variable]:
+    """An optimizer's variables; of one that is not built, some like them."""
+    if optimizer.built:
+        return optimizer.variables
+    config = optimizer.get_config()
+    # Where they have no memory.
+    with tf.Graph().as_default():
+        alike = []
+        for weight in weights:
+            alike.append(
+                keras.Variable(
+                    "zeros", tuple(weight.shape), weight.dtype, name=weight.name
+                )
+            )
+            # Private in Keras; tests/test_checkpoint.py fails if it moves.
+            alike[-1]._path = weight.path
+        like = type(optimizer).from_config(config)
+        build_optimizer(like, alike)
+    return like.variables
+
+
 def _description(kind: str, variable) -> dict:
+    name = variable.path
     return {
         "of": kind,
-        "name": variable.path,
+        # The optimizer itself may have any name.
+        "name": name.partition("/")[2] if kind == "optimizer" else name,
         "shape": list(variable.shape),
         "dtype": keras.backend.standardize_dtype(variable.dtype),
     }

@@ -118,15 +118,21 @@ class Reader:
         return self._block[1]
 
     def _error(self, received: str) -> ValueError:
-        return ValueError(
-            "A checkpoint's files must be as they were written. Received: "
-            f"{self._path} with {received}"
-        )
+        return harmed(self._path, f"with {received}")
+
+
+def harmed(path: pathlib.Path, received: str) -> ValueError:
+    """The error of a file that is not as it was written."""
+    return ValueError(
+        "A checkpoint's files must be as this version of kmem wrote them: "
+        "copy the checkpoint again, or load another one. Received: "
+        f"{path} {received}"
+    )
 
 
 def replace(path: pathlib.Path, text: str) -> None:
     """Writes a whole file in one go: there is the old one, or the new."""
-    part = path.with_suffix(".part")
+    part = path.with_name(f"kmem-{path.stem}.part")
     with open(part, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -26,14 +26,13 @@ def together(group: Engine, deed: str) -> Iterator[None]:
         deed: What they do, for the message.
 
     Raises:
-        OSError: As the block raises it, in the process that fails.
-        ValueError: Likewise.
+        Exception: As the block raises it, in the process that fails.
         RuntimeError: In the others.
     """
     error = None
     try:
         yield
-    except (OSError, ValueError) as caught:
+    except Exception as caught:
         error = caught
     flags = group.gather(tf.constant([int(error is not None)]), deed)
     if error is not None:
