@@ -1,6 +1,5 @@
 """Gradients through a level are those of closed forms and of plain autodiff."""
 
-
 import keras
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from kmem.multilevel import Identity
 from kmem.multilevel import Level
 from kmem.multilevel import Neumann
 from kmem.multilevel import Unrolled
+from kmem.multilevel import unrolled
 
 ALL = (Identity(), FiniteDifference(), Neumann(3, 0.5), ConjugateGradient(3))
 EXACT = tuple(h for h in ALL if not isinstance(h, FiniteDifference))
@@ -281,6 +281,32 @@ def test_what_cannot_be_is_refused(make, message):
 def test_steps_that_are_not_sgd_cannot_be_unrolled():
     with pytest.raises(ValueError, match="level 'entries' with Adam"):
         Level(Vector([1.0], "entries"), print, "adam", hypergradient=Unrolled())
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"gradient_accumulation_steps": 2}, {"ema_overwrite_frequency": 3}],
+)
+def test_updates_of_several_gradients_cannot_be_unrolled(option):
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, **option)
+
+    with pytest.raises(ValueError, match=f"'entries' with SGD {[*option][0]}="):
+        Level(
+            Vector([1.0], "entries"), print, optimizer, hypergradient=Unrolled()
+        )
+
+
+def test_a_step_that_an_overflow_prevents_is_not_unrolled():
+    case = Ridge()
+    optimizer = case.level.optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(case.level.variables)
+    batch = tf.constant(case.x), tf.constant(case.y)
+    gradients = [tf.fill([Ridge.size], np.float64("inf"))]
+
+    step = unrolled.noted(case.level, batch, [], gradients)
+    unrolled.finish(case.level, step)
+
+    np.testing.assert_array_equal(case.found(Unrolled()), np.zeros(Ridge.size))
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])

@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras import layers
 from keras import ops
 from multilevel_cases import MODES
+from multilevel_cases import Ridge
 from multilevel_cases import Vector
 from multilevel_cases import relative_error
 from multilevel_cases import train
@@ -21,6 +22,13 @@ from kmem.multilevel import Program
 from kmem.multilevel import Unrolled
 
 ONES = tf.data.Dataset.from_tensors(tf.ones([1], tf.float64))
+
+
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    """A learning rate that is half as large at each step."""
+
+    def __call__(self, step):
+        return 0.4 * 0.5 ** tf.cast(step, "float32")
 
 
 class Chain:
@@ -261,6 +269,85 @@ def test_unrolled_steps_are_differentiated_one_by_one(momentum):
     after = [v.numpy() for v in case.reweight.trainable_variables]
     for start, end, gradient in zip(before, after, expected, strict=True):
         np.testing.assert_allclose(start - end, gradient, 1e-7, 1e-12)
+
+
+class Unrolling:
+    """Penalties of a ridge regression, learned through three steps of SGD."""
+
+    def __init__(self, optimizer, constraint=None, **options):
+        ridge = Ridge()
+        self.weights, self.penalties = ridge.weights, ridge.penalties
+        self.weights.entries.constraint = constraint
+        data = tf.data.Dataset.from_tensor_slices((ridge.x, ridge.y))
+        data = data.batch(8, drop_remainder=True)
+        self.data = {"weights": data, "penalties": data}
+
+        def errors(x, y):
+            found = ops.matmul(x, self.weights.entries)
+            return ops.mean(ops.square(found - y))
+
+        self.program = Program(
+            [
+                Level(
+                    self.weights,
+                    ridge.loss,
+                    optimizer,
+                    unroll_steps=3,
+                    hypergradient=Unrolled(),
+                    **options,
+                ),
+                Level(self.penalties, errors, keras.optimizers.SGD(0.0)),
+            ]
+        )
+        self.start = self.penalties.entries.numpy()
+        self.first = np.array([0.5, -1.0, 2.0, 0.1, -0.2, 0.3])
+
+    def trained(self, penalties, rate=0.0):
+        """The penalties' loss after one round, and their new values."""
+        self.weights.entries.assign(self.first)
+        self.penalties.entries.assign(penalties)
+        below, top = self.program.optimizers
+        for variable in below.variables:
+            if variable is not below.learning_rate:
+                variable.assign(tf.zeros_like(variable))
+        top.learning_rate.assign(rate)
+        self.program.fit(self.data, verbose=0)
+        x, y = next(iter(self.data["penalties"]))
+        errors = x.numpy() @ self.weights.entries.numpy() - y.numpy()
+        return np.mean(errors**2), self.penalties.entries.numpy()
+
+
+@pytest.mark.parametrize(
+    "optimizer, options",
+    [
+        ({}, {"clipnorm": 0.05}),
+        ({}, {"clipnorm": 1e5}),
+        ({"momentum": 0.5}, {"clipnorm": 0.05}),
+        ({"clipnorm": 0.05}, {}),
+        ({"global_clipnorm": 0.05}, {"clipnorm": 0.07}),
+        ({"clipvalue": 0.4, "momentum": 0.5}, {}),
+        ({"momentum": 0.5, "nesterov": True}, {}),
+        ({"weight_decay": 0.3, "momentum": 0.5}, {}),
+        ({"use_ema": True, "ema_momentum": 0.0}, {}),
+        ({"momentum": 0.5}, {"constraint": keras.constraints.MaxNorm(2.0)}),
+        ({"learning_rate": Halving()}, {}),
+    ],
+    ids=str,
+)
+def test_an_unrolled_step_is_the_update_that_was_made(optimizer, options):
+    optimizer = keras.optimizers.SGD(**{"learning_rate": 0.2} | optimizer)
+    case = Unrolling(optimizer, **options)
+    way = np.random.default_rng(3).normal(size=case.start.shape)
+
+    _, after = case.trained(case.start, rate=1.0)
+
+    found = (case.start - after) @ way
+    step = 1e-5
+    ahead, _ = case.trained(case.start + step * way)
+    behind, _ = case.trained(case.start - step * way)
+    expected = (ahead - behind) / (2 * step)
+    assert abs(expected) > 1e-5
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,6 @@ from kmem.multilevel.hypergradients import (
 from kmem.multilevel.hypergradients import FiniteDifference as FiniteDifference
 from kmem.multilevel.hypergradients import Identity as Identity
 from kmem.multilevel.hypergradients import Neumann as Neumann
-from kmem.multilevel.hypergradients import Unrolled as Unrolled
 from kmem.multilevel.level import Level as Level
 from kmem.multilevel.program import Program as Program
+from kmem.multilevel.unrolled import Unrolled as Unrolled

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 from typing import Protocol
 
-import keras
 import tensorflow as tf
 
 from kmem.checks import is_integer
@@ -37,9 +36,6 @@ class Problem(Protocol):
 
     @property
     def variables(self) -> list: ...
-
-    @property
-    def steps(self) -> list: ...
 
     @property
     def computes_in_16_bits(self) -> bool: ...
@@ -253,89 +249,6 @@ class ConjugateGradient:
         with level.replayed(batch):
             solution, *_ = _repeated(self.iterations, improve, state)
             return _mixed(solution, level, batch, wrt)
-
-
-@dataclasses.dataclass(frozen=True)
-class Unrolled:
-    """Through the level's last `unroll_steps` updates by SGD, step by step.
-
-    The adjoint of w' = w + m', m' = momentum * m - rate * dL/dw, at the
-    weights, batches and random numbers of each step. It keeps the weights of
-    every step, and activations of one.
-
-    Example:
-
-    ```python
-    from kmem.multilevel import Unrolled
-
-    hypergradient = Unrolled()
-    ```
-    """
-
-    def __call__(
-        self, vector: Tensors, level: Problem, batch: Any, wrt: list
-    ) -> Tensors:
-        """Takes a gradient through a level; see `Identity`.
-
-        `batch` is not used: every step has its own.
-
-        Raises:
-            ValueError: If the level made no steps within the program's.
-        """
-        if not level.steps:
-            raise ValueError(
-                "`Unrolled` needs the steps of a level that was trained by a "
-                f"`Program` just before. Received: level '{level.name}' "
-                "without steps"
-            )
-        momentum: Any = level.optimizer.momentum
-        momentum = keras.ops.cast(momentum, vector[0].dtype)
-        of_weights = vector
-        of_velocity = _zeros(vector)
-        of_others: Tensors = []
-        num_own = len(level.variables)
-        for step in reversed(level.steps):
-            of_velocity = _add(of_velocity, of_weights)
-            of_gradient = [
-                -tf.cast(step.learning_rate, v.dtype) * v for v in of_velocity
-            ]
-            with level.replayed(step.batch, step.state):
-                found = level.directional_gradient(
-                    step.batch,
-                    of_gradient,
-                    [*level.variables, *wrt],
-                    at=step.values,
-                )
-            of_weights = _add(of_weights, found[:num_own])
-            of_velocity = [v * momentum for v in of_velocity]
-            rest = found[num_own:]
-            of_others = _add(of_others, rest) if of_others else rest
-        return of_others
-
-    @staticmethod
-    def check(level: Problem) -> None:
-        """Refuses updates whose adjoint this is not.
-
-        Raises:
-            ValueError: If the level's optimizer is not plain SGD.
-        """
-        optimizer = level.optimizer
-        changed = [
-            name
-            for name in (
-                *("nesterov", "weight_decay", "use_ema", "clipnorm"),
-                *("clipvalue", "global_clipnorm"),
-            )
-            if getattr(optimizer, name, None)
-        ]
-        if type(optimizer) is not keras.optimizers.SGD or changed:
-            raise ValueError(
-                "`Unrolled` needs a level that is trained by "
-                "`keras.optimizers.SGD`, with no option but a learning rate "
-                "and a momentum: use `Identity`, `Neumann` or "
-                f"`ConjugateGradient`. Received: level '{level.name}' with "
-                f"{type(optimizer).__name__} {' '.join(changed)}".rstrip()
-            )
 
 
 def _mixed(vector: Tensors, level: Problem, batch, wrt: list) -> Tensors:

@@ -23,27 +23,11 @@ from kmem.multilevel import planned
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
 from kmem.multilevel.hypergradients import Identity
-from kmem.multilevel.hypergradients import Unrolled
+from kmem.multilevel.unrolled import Step
+from kmem.multilevel.unrolled import Unrolled
 from kmem.options import MemoryOptions
 
 _SIXTEEN_BITS = ("float16", "bfloat16")
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """Where an update of a level started.
-
-    Attributes:
-        batch: Its batch.
-        state: What the loss assigns, such as random seeds, before it.
-        values: The level's variables before it.
-        learning_rate: That of the update.
-    """
-
-    batch: Any
-    state: Tensors
-    values: Tensors
-    learning_rate: tf.Tensor
 
 
 class Level(Derivatives):
@@ -264,6 +248,12 @@ class Level(Derivatives):
                 f"'{self.name}' with a loss of shape {loss.shape}"
             )
         return loss
+
+    def clipped(self, gradients: Tensors) -> Tensors:
+        """Gradients as the optimizer gets them."""
+        if self.clipnorm is None:
+            return gradients
+        return tf.clip_by_global_norm(gradients, self.clipnorm)[0]
 
     def _mixed(self, model: keras.Model):
         """The context in which a model computes in what the level wants."""

@@ -17,13 +17,13 @@ import tensorflow as tf
 from kmem.multilevel import passes
 from kmem.multilevel import replicas
 from kmem.multilevel import scaling
+from kmem.multilevel import unrolled
 from kmem.multilevel.derivatives import Tensors
 from kmem.multilevel.edges import Edges
 from kmem.multilevel.edges import Tree
 from kmem.multilevel.edges import parents
 from kmem.multilevel.edges import paths
 from kmem.multilevel.level import Level
-from kmem.multilevel.level import Step
 
 # From so many steps on they are a loop: a traced step is not small.
 _LOOPED_STEPS = 4
@@ -214,18 +214,18 @@ class Round:
 
     def _apply(self, number: int, gradients: Tensors) -> None:
         level = self._levels[number]
-        if level.clipnorm is not None:
-            gradients, _ = tf.clip_by_global_norm(gradients, level.clipnorm)
+        step = None
         if level.keeps_steps:
             last = self._last[number]
-            rate = tf.convert_to_tensor(level.optimizer.learning_rate)
-            step = Step(last.batch, last.state, level.values(), rate)
-            level.steps.append(step)
+            step = unrolled.noted(level, last.batch, last.state, gradients)
+        gradients = level.clipped(gradients)
         optimizer = self._structure.optimizers[number]
         scale = scaling.scale(optimizer)
         if scale is not None:
             gradients = [t * tf.cast(scale, t.dtype) for t in gradients]
         level.processes.apply(optimizer, gradients, level.variables)
+        if step is not None:
+            unrolled.finish(level, step)
 
     def _next_batch(self, number: int) -> Any:
         """The level's next batch: the union of several if it accumulates."""
