@@ -54,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
+        if args.command in _MODULES:
+            _prepare()
         return args.run(args)
     except KeyboardInterrupt:
         return 130
@@ -115,6 +117,13 @@ def _expected() -> tuple[type[Exception], ...]:
     return ImportError, OSError, RuntimeError, ValueError, tf.errors.OpError
 
 
+def _prepare() -> None:
+    """Before the command's first TensorFlow operation."""
+    from kmem import native
+
+    native.prepare()
+
+
 def _build(args: argparse.Namespace) -> int:
     from kmem import native
 
@@ -141,7 +150,7 @@ def _info(args: argparse.Namespace) -> int:
         ("system", f"{platform.system()} {platform.machine()}"),
         ("matplotlib", _version("matplotlib")),
         ("devices", ", ".join(_devices())),
-        ("compiler", " ".join(native.find_compiler() or ["none found"])),
+        ("compiler", _compiler()),
         ("cache folder", cache.folder()),
         ("native library", _library()),
         ("allocator", _allocator()),
@@ -165,6 +174,15 @@ def _devices() -> list[str]:
         device.name.removeprefix("/physical_device:")
         for device in tf.config.list_physical_devices()
     ]
+
+
+def _compiler() -> str:
+    from kmem import native
+
+    try:
+        return " ".join(native.find_compiler() or ["none found"])
+    except native.NativeLibraryError as error:
+        return str(error)
 
 
 def _library() -> str:

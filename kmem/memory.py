@@ -367,4 +367,4 @@ def _num_cpus() -> int:
     )
 
 
-native.register_if_built()
+native.prepare_on_import()

@@ -2,9 +2,9 @@
 
 TensorFlow has no stable C++ ABI, so no one binary fits every installation:
 the sources in custom_ops/ are compiled against the TensorFlow that is
-installed, on first use or ahead of time by `kmem build`. All that is needed
-is a C++ compiler; without one, everything in kmem that needs no native code
-works.
+installed, at the first import or ahead of time by `kmem build`. All that is
+needed is a C++ compiler; without one, everything in kmem that needs no native
+code works.
 
 The result is kept in the user's own cache folder (`kmem.cache`). What this
 module does not do: remove libraries that were built for another TensorFlow or
@@ -81,9 +81,20 @@ def sources_folder() -> pathlib.Path:
 
 
 def find_compiler() -> list[str] | None:
-    """The command that compiles C++: `$CXX`, else the first one found."""
-    if os.environ.get("CXX", "").strip():
-        command = shlex.split(os.environ["CXX"])
+    """The command that compiles C++: `$CXX`, else the first one found.
+
+    Raises:
+        NativeLibraryError: If `$CXX` is no command line.
+    """
+    given = os.environ.get("CXX", "")
+    if given.strip():
+        try:
+            command = shlex.split(given)
+        except ValueError as error:
+            raise NativeLibraryError(
+                "The environment variable CXX must be a command that compiles "
+                f"C++, as in a shell ({error}). Received: CXX={given}"
+            ) from error
         path = shutil.which(command[0])
         return [path, *command[1:]] if path else None
     for name in ("g++", "clang++", "c++"):
@@ -139,12 +150,22 @@ def build(force: bool = False) -> pathlib.Path:
     return path
 
 
-def register_if_built() -> None:
-    """Puts the allocator in place if that can be done at once and silently.
+def prepare() -> None:
+    """Puts the allocator in place, built if need be, as far as that can be.
 
-    What `import kmem` does. Whatever is in the way is reported when the
-    allocator is needed, by `allocator`.
+    What `import kmem` does, since it is too late after the first TensorFlow
+    operation. Whatever is in the way is reported when the allocator is
+    needed, by `allocator`.
     """
+    with contextlib.suppress(NativeLibraryError, OSError):
+        _register(build())
+
+
+def prepare_on_import() -> None:
+    """`prepare`, but the `kmem` command builds nothing until it has read its
+    command line: it may only be asked for help."""
+    if not _is_command():
+        return prepare()
     with contextlib.suppress(NativeLibraryError, OSError):
         _register(find_library())
 
@@ -214,6 +235,15 @@ class _State:
 _state = _State()
 
 
+def _is_command() -> bool:
+    """Whether this process is the `kmem` command."""
+    name = os.path.basename(sys.argv[0])
+    if name == "-m":  # While Python looks for the module.
+        after = sys.orig_argv.index("-m") + 1 if "-m" in sys.orig_argv else 0
+        name = sys.orig_argv[after]
+    return name in ("kmem", "kmem.cli")
+
+
 def _register(path: pathlib.Path | None) -> bool:
     """Returns False if there is no library, or if it is too late."""
     with _state.lock:
@@ -250,12 +280,14 @@ def _load(path: pathlib.Path) -> ctypes.CDLL:
 def _compile(compiler: list[str], path: pathlib.Path) -> None:
     import tensorflow as tf
 
-    print(
-        f"kmem: compiling its native library for TensorFlow {tf.__version__} "
-        "(about half a minute, once)",
-        file=sys.stderr,
-        flush=True,
-    )
+    # For who waits; nothing is printed where a program's output is kept.
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(
+            "kmem: compiling its native library for TensorFlow "
+            f"{tf.__version__} (about a minute, once)",
+            file=sys.stderr,
+            flush=True,
+        )
     # In the cache folder, so that the result can be renamed into place.
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = os.path.join(folder, path.name)

@@ -1,16 +1,19 @@
 """Building, caching and loading the native library."""
 
+import io
 import os
 import pathlib
 import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import threading
 
 import pytest
 
 from kmem import cache
+from kmem import cli
 from kmem import native
 
 needs_compiler = pytest.mark.skipif(
@@ -76,13 +79,29 @@ def test_builds_at_the_same_time_build_once(compiler):
     assert num_calls(compiler) == 1
 
 
-def test_one_line_says_that_it_compiles(compiler, capfd):
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_one_line_on_a_terminal_says_that_it_compiles(
+    compiler, monkeypatch, is_terminal
+):
+    errors = io.StringIO()
+    monkeypatch.setattr(errors, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", errors)
     native.build()
     native.build()
-    output, errors = capfd.readouterr()
-    assert output == ""
-    assert errors.count("\n") == 1
-    assert errors.startswith("kmem: compiling its native library")
+    assert errors.getvalue().count("\n") == is_terminal
+    assert ("kmem: compiling" in errors.getvalue()) == is_terminal
+
+
+def test_a_compiler_must_be_a_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("CXX", "g++ '")
+    for function in (native.find_compiler, native.build):
+        with pytest.raises(
+            native.NativeLibraryError, match="CXX must be a command that"
+        ):
+            function()
+    native.prepare_on_import()
+    assert cli.main(["info"]) == 0
+    assert "CXX must be a command that" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["cut short", "changed", "empty"])
@@ -131,7 +150,7 @@ def test_a_folder_that_others_can_write_to_is_refused(compiler, mode):
             native.NativeLibraryError, match="can be written to by other users"
         ):
             function()
-    native.register_if_built()
+    native.prepare()
     assert num_calls(compiler) == 0
 
 
@@ -257,22 +276,65 @@ def test_the_test_above_can_fail(python):
     assert output.startswith("printed hello\n\n['matplotlib']\n")
 
 
-def test_the_first_use_builds_and_registers(
+FIRST_EXAMPLE = """
+    import keras
+    import kmem
+    import numpy as np
+
+    layers = [keras.layers.Dense(64, "tanh") for _ in range(2)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    model.compile("sgd", "mse")
+    x = np.ones((16, 8), "float32")
+    y = np.ones((16, 64), "float32")
+    model = kmem.wrap(model)
+    model.fit(x, y, verbose=0, memory_budget="8GB")
+    print(kmem.native.is_registered(), model.memory_report.is_measured)
+"""
+
+
+def test_the_first_run_builds_at_import_and_counts_as_all_do(
     native_library, fresh_python, tmp_path
 ):
     # Compiled before, as a busy machine takes minutes.
     script, calls = instant_compiler(tmp_path, native.find_library())
-    code = """
-        import kmem
-        print(kmem.native.is_registered())
-        print(kmem.memory.current())
-        import tensorflow as tf
-        x = tf.fill([250000], 1.0)
-        print(kmem.memory.current() >= 1000000)
-    """
-    status, output, errors = fresh_python.run(code, CXX=str(script))
-    assert (status, output) == (0, "False\n0\nTrue\n"), errors
-    assert errors.count("kmem: compiling") == num_calls(calls) == 1
+    for _ in range(2):
+        status, output, errors = fresh_python.run(
+            FIRST_EXAMPLE, CXX=str(script)
+        )
+        assert (status, output) == (0, "True True\n"), errors
+        assert "kmem" not in errors
+    assert num_calls(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "command", [("-m", "kmem"), ("-m", "kmem.cli"), ("kmem",)], ids=" ".join
+)
+def test_help_builds_nothing(compiler, monkeypatch, command):
+    monkeypatch.setattr(sys, "orig_argv", ["python", *command, "--help"])
+    name = command[0] if command[0] == "-m" else f"/usr/bin/{command[0]}"
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    native.prepare_on_import()
+    assert num_calls(compiler) == 0
+
+
+def test_a_command_builds_before_its_first_operation(
+    native_library, fresh_python, tmp_path, saved_model
+):
+    script, calls = instant_compiler(tmp_path, native.find_library())
+    status, output, errors = fresh_python.run(
+        f"""
+        import sys
+        sys.argv = ["kmem", "plan", {saved_model!r}, "--batch", "8"]
+        from kmem import cli
+        from kmem import native
+        print(native.is_registered())
+        print(cli.main(), native.is_registered())
+        """,
+        CXX=str(script),
+    )
+    assert status == 0, errors
+    assert output.startswith("False\n") and output.endswith("0 True\n")
+    assert num_calls(calls) == 1
 
 
 def test_without_a_compiler_the_rest_works(fresh_python):
