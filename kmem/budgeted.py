@@ -175,6 +175,8 @@ class BudgetedSession:
         bucket = self._covering(specs) or self._choose_in_training(specs)
         if bucket is not self._bucket:
             self._enter(bucket)
+        if not bucket.report.is_measured:
+            return bucket.way.step(batch)
         if self._group.size > 1:
             return self._step_with_others(bucket, batch)
         message = ""

@@ -139,7 +139,6 @@ def _info(args: argparse.Namespace) -> int:
     import tensorflow as tf
 
     from kmem import cache
-    from kmem import native
 
     rows = [
         ("kmem", __version__),
