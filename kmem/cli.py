@@ -88,9 +88,9 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
 
     build = commands.add_parser(
         "build",
-        help="Compile the native library now rather than on first use.",
-        description="Compile the native library now rather than on first "
-        "use. It needs a C++ compiler: $CXX, g++ or clang++.",
+        help="Compile the native library now rather than at the next import.",
+        description="Compile the native library now rather than at the next "
+        "import. It needs a C++ compiler: $CXX, g++ or clang++.",
         epilog="Example: kmem build --force",
     )
     build.add_argument(
@@ -125,10 +125,10 @@ def _prepare() -> None:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from kmem import native
+    from kmem import building
 
-    was_built = native.find_library() is not None
-    path = native.build(force=args.force)
+    was_built = building.find_library() is not None
+    path = building.build(force=args.force)
     print("already built:" if was_built and not args.force else "built:", path)
     return 0
 
@@ -176,20 +176,20 @@ def _devices() -> list[str]:
 
 
 def _compiler() -> str:
-    from kmem import native
+    from kmem import building
 
     try:
-        return " ".join(native.find_compiler() or ["none found"])
-    except native.NativeLibraryError as error:
+        return " ".join(building.find_compiler() or ["none found"])
+    except building.NativeLibraryError as error:
         return str(error)
 
 
 def _library() -> str:
-    from kmem import native
+    from kmem import building
 
     try:
-        return str(native.find_library() or "not built (run `kmem build`)")
-    except native.NativeLibraryError as error:
+        return str(building.find_library() or "not built (run `kmem build`)")
+    except building.NativeLibraryError as error:
         return str(error)
 
 

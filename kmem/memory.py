@@ -6,8 +6,8 @@ operation, in eager, graph and XLA mode, byte for byte, and repeat from run to
 run as far as the order of the operations does. A limit on the CPU behaves as
 a device of that size: what does not fit raises the same
 `tf.errors.ResourceExhaustedError` as on a GPU. On a GPU the numbers are
-TensorFlow's own. Those that it has for a CPU cannot stand in for kmem's: they
-leave out what is below 256 kB, and count the rest for up to twice its bytes.
+TensorFlow's own. (Those of a CPU leave out what is below 256 kB, and count the
+rest for up to twice its bytes.)
 
 A request counts for its bytes rounded up to a multiple of 64. All logical CPU
 devices share one allocator, so "CPU:0" and "CPU:1" give the same numbers.
@@ -220,7 +220,7 @@ def _is_cpu_counted() -> bool:
 
 
 class _Meter(Protocol):
-    """One device. A mark is a peak of its own, from `open` to `close`."""
+    """A device. A mark is a peak of its own, from `open` to `close`."""
 
     def limit(self, num_bytes: int | None) -> None: ...
     def capacity(self) -> int: ...
@@ -396,6 +396,3 @@ def _num_cpus() -> int:
         len(tf.config.get_logical_device_configuration(cpu) or [None])
         for cpu in tf.config.get_visible_devices("CPU")
     )
-
-
-native.prepare_on_import()

@@ -20,6 +20,7 @@ LAYERS = (
         "options",
         "cache",
         "store",
+        "building",
         "native",
         "memory",
         "drawing",

@@ -9,7 +9,7 @@ from trace_cases import constant
 from trace_cases import release
 from trace_cases import write
 
-from kmem import native
+from kmem import building
 from kmem.dtr import simulator
 from kmem.dtr.program import read_program
 from kmem.dtr.simulator import HEURISTICS
@@ -125,7 +125,7 @@ def test_a_heuristic_must_be_one_that_there_is(program):
 
 @pytest.mark.parametrize("name", ["Options", "Statistics"])
 def test_structures_are_those_of_the_core(name):
-    header = native.sources_folder() / "dtr" / "runtime.h"
+    header = building.sources_folder() / "dtr" / "runtime.h"
     body = re.search(
         rf"^struct {name} {{$(.*?)^}};$",
         header.read_text(),

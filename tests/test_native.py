@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import kmem
+from kmem import building
 from kmem import cache
 from kmem import cli
 from kmem import native
 
 needs_compiler = pytest.mark.skipif(
-    native.find_compiler() is None, reason="needs a C++ compiler"
+    building.find_compiler() is None, reason="needs a C++ compiler"
 )
 
 
@@ -56,12 +57,12 @@ def num_calls(calls):
 
 
 def test_the_library_is_built_once_and_kept(compiler):
-    assert native.find_library() is None
-    path = native.build()
-    assert native.find_library() == path
-    assert native.build() == path
+    assert building.find_library() is None
+    path = building.build()
+    assert building.find_library() == path
+    assert building.build() == path
     assert num_calls(compiler) == 1
-    native.build(force=True)
+    building.build(force=True)
     assert num_calls(compiler) == 2
 
 
@@ -71,7 +72,7 @@ def test_builds_at_the_same_time_build_once(compiler):
 
     def work():
         start.wait()
-        paths.append(native.build())
+        paths.append(building.build())
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -89,17 +90,17 @@ def test_one_line_on_a_terminal_says_that_it_compiles(
     errors = io.StringIO()
     monkeypatch.setattr(errors, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", errors)
-    native.build()
-    native.build()
+    building.build()
+    building.build()
     assert errors.getvalue().count("\n") == is_terminal
     assert ("kmem: compiling" in errors.getvalue()) == is_terminal
 
 
 def test_a_compiler_must_be_a_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("CXX", "g++ '")
-    for function in (native.find_compiler, native.build):
+    for function in (building.find_compiler, building.build):
         with pytest.raises(
-            native.NativeLibraryError, match="CXX must be a command that"
+            building.NativeLibraryError, match="CXX must be a command that"
         ):
             function()
     native.prepare_on_import()
@@ -109,7 +110,7 @@ def test_a_compiler_must_be_a_command(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("damage", ["cut short", "changed", "empty"])
 def test_a_damaged_library_is_built_anew(compiler, damage):
-    path = native.build()
+    path = building.build()
     content = path.read_bytes()
     path.write_bytes(
         {
@@ -118,27 +119,27 @@ def test_a_damaged_library_is_built_anew(compiler, damage):
             "empty": b"",
         }[damage]
     )
-    assert native.find_library() is None
-    assert native.build() == path
+    assert building.find_library() is None
+    assert building.build() == path
     assert path.read_bytes() == content
 
 
 def test_another_compiler_builds_another_library(compiler, monkeypatch):
-    path = native.build()
+    path = building.build()
     monkeypatch.setenv("CXX", os.environ["CXX"] + " -march=native")
-    assert native.find_library() is None
-    assert native.build() != path
+    assert building.find_library() is None
+    assert building.build() != path
 
 
 def test_a_library_outlives_its_compiler(compiler, monkeypatch):
-    path = native.build()
+    path = building.build()
     monkeypatch.setenv("CXX", "/nowhere/c++")
-    assert native.find_compiler() is None
-    assert native.find_library() == path
+    assert building.find_compiler() is None
+    assert building.find_library() == path
 
 
 def test_the_cache_folder_is_the_users_alone(compiler):
-    folder = native.build().parent
+    folder = building.build().parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert sorted(path.suffix for path in folder.iterdir()) == ["", ".so"]
 
@@ -148,9 +149,10 @@ def test_a_folder_that_others_can_write_to_is_refused(compiler, mode):
     folder = cache.folder()
     folder.mkdir(parents=True)
     folder.chmod(mode)
-    for function in (native.find_library, native.build):
+    for function in (building.find_library, building.build):
         with pytest.raises(
-            native.NativeLibraryError, match="can be written to by other users"
+            building.NativeLibraryError,
+            match="can be written to by other users",
         ):
             function()
     native.prepare()
@@ -158,21 +160,21 @@ def test_a_folder_that_others_can_write_to_is_refused(compiler, mode):
 
 
 def test_a_folder_of_somebody_else_is_refused(compiler, monkeypatch):
-    native.build()
+    building.build()
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(
-        native.NativeLibraryError, match="belongs to another user"
+        building.NativeLibraryError, match="belongs to another user"
     ):
-        native.find_library()
+        building.find_library()
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named(compiler, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     with pytest.raises(
-        native.NativeLibraryError, match="cache folder /dev/null/kmem"
+        building.NativeLibraryError, match="cache folder /dev/null/kmem"
     ):
-        native.build()
+        building.build()
 
 
 def test_a_relative_cache_home_is_ignored(monkeypatch):
@@ -184,13 +186,13 @@ def test_a_relative_cache_home_is_ignored(monkeypatch):
 def test_a_compiler_that_fails_is_quoted(tmp_path, compiler):
     script = pathlib.Path(os.environ["CXX"])
     script.write_text("#!/bin/sh\necho 'error: no such header' >&2; exit 1\n")
-    with pytest.raises(native.NativeLibraryError) as caught:
-        native.build()
+    with pytest.raises(building.NativeLibraryError) as caught:
+        building.build()
     message = str(caught.value)
     assert "error: no such header" in message
     assert str(script) in message
-    assert native._sources(".cc")[0].name in message
-    assert native.find_library() is None
+    assert building._sources(".cc")[0].name in message
+    assert building.find_library() is None
     assert [path.name for path in cache.folder().iterdir()] == ["lock"]
 
 
@@ -200,8 +202,8 @@ def test_without_a_compiler_the_error_says_how_to_get_one(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "")
-    with pytest.raises(native.NativeLibraryError) as caught:
-        native.build()
+    with pytest.raises(building.NativeLibraryError) as caught:
+        building.build()
     for command in ("apt-get install g++", "dnf install", "conda install"):
         assert command in str(caught.value)
 
@@ -209,13 +211,13 @@ def test_without_a_compiler_the_error_says_how_to_get_one(
 def test_tensorflows_own_pool_is_refused(native_library, monkeypatch):
     monkeypatch.setenv("TF_CPU_ALLOCATOR_USE_BFC", "1")
     with pytest.raises(
-        native.NativeLibraryError, match="TF_CPU_ALLOCATOR_USE_BFC must not"
+        building.NativeLibraryError, match="TF_CPU_ALLOCATOR_USE_BFC must not"
     ):
         native.stats()
 
 
 def test_nothing_is_built_from_the_tests_of_the_sources():
-    sources = native._sources(".cc", ".h")
+    sources = building._sources(".cc", ".h")
     assert "budget_allocator.cc" in {path.name for path in sources}
     assert not [path for path in sources if path.parent.name == "tests"]
 
@@ -223,9 +225,9 @@ def test_nothing_is_built_from_the_tests_of_the_sources():
 @needs_compiler
 @pytest.mark.parametrize("name", ["budget_test", "storage_test"])
 def test_the_core_passes_its_own_tests(tmp_path, name):
-    folder = native.sources_folder()
+    folder = building.sources_folder()
     command = [
-        *native.find_compiler(),
+        *building.find_compiler(),
         *("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"),
         *("-I", folder, folder / "tests" / f"{name}.cc", "-o", tmp_path / name),
     ]
@@ -299,7 +301,7 @@ def test_the_first_run_builds_at_import_and_counts_as_all_do(
     native_library, fresh_python, tmp_path
 ):
     # Compiled before, as a busy machine takes minutes.
-    script, calls = instant_compiler(tmp_path, native.find_library())
+    script, calls = instant_compiler(tmp_path, building.find_library())
     for _ in range(2):
         status, output, errors = fresh_python.run(
             FIRST_EXAMPLE, CXX=str(script)
@@ -323,7 +325,7 @@ def test_help_builds_nothing(compiler, monkeypatch, command):
 def test_a_command_builds_before_its_first_operation(
     native_library, fresh_python, tmp_path, saved_model
 ):
-    script, calls = instant_compiler(tmp_path, native.find_library())
+    script, calls = instant_compiler(tmp_path, building.find_library())
     status, output, errors = fresh_python.run(
         f"""
         import sys
@@ -444,7 +446,7 @@ def test_where_bytes_cannot_be_counted_they_are_predicted(
     reason,
 ):
     if compiler is None:
-        script, _ = instant_compiler(tmp_path, native.find_library())
+        script, _ = instant_compiler(tmp_path, building.find_library())
         compiler = str(script)
     code = EVERYTHING_ELSE.format(first=first, reason=reason)
     status, output, errors = fresh_python.run(code, CXX=compiler)
@@ -492,6 +494,6 @@ def test_too_late_is_a_clear_error(native_library, python, tmp_path, before):
 
 def test_sources_are_found_in_an_installed_package(tmp_path, monkeypatch):
     package = tmp_path / "kmem"
-    shutil.copytree(native.sources_folder(), package / "custom_ops")
-    monkeypatch.setattr(native, "__file__", str(package / "native.py"))
-    assert native.sources_folder() == package / "custom_ops"
+    shutil.copytree(building.sources_folder(), package / "custom_ops")
+    monkeypatch.setattr(building, "__file__", str(package / "building.py"))
+    assert building.sources_folder() == package / "custom_ops"
