@@ -10,6 +10,7 @@ import importlib.metadata
 import platform
 import sys
 
+from kmem import arguments
 from kmem.versions import __version__
 
 # Commands that live in a module of their own, which provides
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code.
 
     0: it worked. 1: it did not, and standard error says why. 2: the command
-    line is wrong.
+    line is wrong, or a file that it names.
     """
     parser = _parser(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except _expected() as error:
         print(f"kmem {args.command}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, arguments.WrongFileError) else 1
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
