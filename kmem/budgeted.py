@@ -29,10 +29,10 @@ from kmem import memory
 from kmem import pipeline
 from kmem.choices import MemoryReport
 from kmem.choices import describe
+from kmem.guarding import guarded
 from kmem.options import MemoryOptions
 from kmem.options import Sharding
 from kmem.session import compiled_state
-from kmem.session import guarded
 from kmem.sharding import agreeing
 from kmem.sharding.engine import engine
 from kmem.units import format_size
