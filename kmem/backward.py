@@ -11,13 +11,16 @@ from kmem.remat import dependencies
 
 
 def hold_back(
-    gradients: list, differentiated: bool = False
+    gradients: list,
+    differentiated: bool = False,
+    loss: tf.Tensor | None = None,
 ) -> ordering.Order | None:
     """Keeps a backward pass from running ahead; nothing in eager mode.
 
     Args:
         gradients: Tensors, `IndexedSlices` or `None`, of one graph.
         differentiated: Whether somebody is going to differentiate them.
+        loss: What they are the gradients of, if that is known.
 
     Returns:
         The order in which a graph's executor runs it.
@@ -27,4 +30,4 @@ def hold_back(
     if dependencies.in_xla():
         xla.hold_back(gradients)
         return None
-    return ordering.hold_back(gradients, differentiated)
+    return ordering.hold_back(gradients, differentiated, loss)

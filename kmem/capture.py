@@ -9,6 +9,7 @@ the model, its optimizer and its metrics are as they were.
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 import numpy as np
@@ -70,12 +71,14 @@ class Update:
         variables: The variables they belong to.
         sums_rows: Whether the loss was one value a row: differentiating that
             means summing it.
+        loss: What they are the gradients of, if the step scales its loss.
     """
 
     def __init__(self):
         self.gradients: list | None = None
         self.variables: list = []
         self.sums_rows = False
+        self.loss: Any = None
 
 
 @contextlib.contextmanager
@@ -112,7 +115,8 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
             if until_loss:
                 raise LossReached
             update.sums_rows = len(loss.shape) > 0
-            return scale_loss(loss)
+            update.loss = scale_loss(loss)
+            return update.loss
 
         return scale
 

@@ -19,12 +19,11 @@ def is_integer(value) -> bool:
 
 
 def is_real(value) -> bool:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # An integer beyond all floats.
-        return False
+    return (
+        isinstance(value, numbers.Real)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    )
 
 
 def positive_int(value, name: str) -> int:

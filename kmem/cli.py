@@ -10,7 +10,6 @@ import importlib.metadata
 import platform
 import sys
 
-from kmem import arguments
 from kmem.versions import __version__
 
 # Commands that live in a module of their own, which provides
@@ -47,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code.
 
     0: it worked. 1: it did not, and standard error says why. 2: the command
-    line is wrong, or a file that it names.
+    line is wrong.
     """
     parser = _parser(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
@@ -55,14 +54,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
-        if args.command in _MODULES:
-            _prepare()
         return args.run(args)
     except KeyboardInterrupt:
         return 130
     except _expected() as error:
         print(f"kmem {args.command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, arguments.WrongFileError) else 1
+        return 1
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
@@ -89,9 +86,9 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
 
     build = commands.add_parser(
         "build",
-        help="Compile the native library now rather than at the next import.",
-        description="Compile the native library now rather than at the next "
-        "import. It needs a C++ compiler: $CXX, g++ or clang++.",
+        help="Compile the native library now rather than on first use.",
+        description="Compile the native library now rather than on first "
+        "use. It needs a C++ compiler: $CXX, g++ or clang++.",
         epilog="Example: kmem build --force",
     )
     build.add_argument(
@@ -118,18 +115,11 @@ def _expected() -> tuple[type[Exception], ...]:
     return ImportError, OSError, RuntimeError, ValueError, tf.errors.OpError
 
 
-def _prepare() -> None:
-    """Before the command's first TensorFlow operation."""
+def _build(args: argparse.Namespace) -> int:
     from kmem import native
 
-    native.prepare()
-
-
-def _build(args: argparse.Namespace) -> int:
-    from kmem import building
-
-    was_built = building.find_library() is not None
-    path = building.build(force=args.force)
+    was_built = native.find_library() is not None
+    path = native.build(force=args.force)
     print("already built:" if was_built and not args.force else "built:", path)
     return 0
 
@@ -140,6 +130,7 @@ def _info(args: argparse.Namespace) -> int:
     import tensorflow as tf
 
     from kmem import cache
+    from kmem import native
 
     rows = [
         ("kmem", __version__),
@@ -150,7 +141,7 @@ def _info(args: argparse.Namespace) -> int:
         ("system", f"{platform.system()} {platform.machine()}"),
         ("matplotlib", _version("matplotlib")),
         ("devices", ", ".join(_devices())),
-        ("compiler", _compiler()),
+        ("compiler", " ".join(native.find_compiler() or ["none found"])),
         ("cache folder", cache.folder()),
         ("native library", _library()),
         ("allocator", _allocator()),
@@ -176,21 +167,12 @@ def _devices() -> list[str]:
     ]
 
 
-def _compiler() -> str:
-    from kmem import building
-
-    try:
-        return " ".join(building.find_compiler() or ["none found"])
-    except building.NativeLibraryError as error:
-        return str(error)
-
-
 def _library() -> str:
-    from kmem import building
+    from kmem import native
 
     try:
-        return str(building.find_library() or "not built (run `kmem build`)")
-    except building.NativeLibraryError as error:
+        return str(native.find_library() or "not built (run `kmem build`)")
+    except native.NativeLibraryError as error:
         return str(error)
 
 

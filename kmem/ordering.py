@@ -52,16 +52,23 @@ def is_unordered(op: tf.Operation) -> bool:
     return op.name in _unordered.get(op.graph, ())
 
 
-def hold_back(gradients: list, differentiated: bool = False) -> "Order | None":
+def hold_back(
+    gradients: list,
+    differentiated: bool = False,
+    loss: tf.Tensor | None = None,
+) -> "Order | None":
     """Orders a backward pass that was just traced.
 
     No operation waits for one that needs it, so that there is no cycle, and
-    none is run that the gradients do not need. A pass in which processes
-    take part together is in order as it is.
+    none is run that the gradients do not need. Nor does one that reads no
+    gradient, such as the power in a power's: TensorFlow may merge it with an
+    operation of the forward pass, and would round otherwise if it could not.
+    A pass in which processes take part together is in order as it is.
 
     Args:
         gradients: Tensors, `IndexedSlices` or `None`, of one graph.
         differentiated: Whether somebody is going to differentiate them.
+        loss: What they are the gradients of, if that is known.
 
     Returns:
         The order, if there is one.
@@ -86,12 +93,15 @@ def hold_back(gradients: list, differentiated: bool = False) -> "Order | None":
     # The forward pass is no stage, but what came with the first one is.
     at_first = _ancestors([ops[first]])
     rest = [op for op in ops[:first] if op not in at_first]
+    forward = set() if loss is None else _ancestors([loss.op])
+    late = _descendants(at_first - forward, ops)
     for stage in [rest, *_stages(ops[first + 1 :], weight_gradients)]:
         order.begin(stage)
         held = [
             op
             for op in stage
-            if not is_unordered(op)
+            if op in late
+            and not is_unordered(op)
             and _takes_memory(op)
             and not joining.is_of_bias(op)
             and not (op in weight_gradients and joining.is_joined_later(op))
@@ -291,6 +301,18 @@ def _ancestors(
         if op not in found and (within is None or op in within):
             found.add(op)
             waiting += _sources(op)
+    return found
+
+
+def _descendants(
+    ops: set[tf.Operation], within: list[tf.Operation]
+) -> set[tf.Operation]:
+    """The operations, and those of some others, in an order in which they can
+    run, that read what any of them makes."""
+    found = set(ops)
+    for op in within:
+        if any(tensor.op in found for tensor in op.inputs):
+            found.add(op)
     return found
 
 

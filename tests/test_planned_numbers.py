@@ -4,6 +4,8 @@ Plans are random, of segments within segments that the network allows: what a
 solver would choose is only some of them.
 """
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -203,6 +205,61 @@ def _plan(model, x, y, mode: str, seed: int) -> Plan:
         resident_bytes=0,
         lower_bound_seconds=1.0,
     )
+
+
+class FeedForward(layers.Layer):
+    """A layer of its own, between whose products is a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.norm = layers.LayerNormalization()
+
+    def build(self, shape):
+        self.norm.build(shape)
+        self.first = self.add_weight(shape=(shape[-1], 8), name="first")
+        self.second = self.add_weight(shape=(8, shape[-1]), name="second")
+
+    def call(self, x):
+        y = self.function(keras.ops.matmul(self.norm(x), self.first))
+        return x + keras.ops.matmul(y, self.second)
+
+
+def _over_absolute(x):
+    return x / (1.0 + keras.ops.abs(x))
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [(), (Segment(0, 1), Segment(1, 2)), (Segment(0, 2, (Segment(0, 1),)),)],
+)
+@pytest.mark.parametrize("function", [keras.ops.gelu, _over_absolute])
+def test_an_operation_is_merged_with_its_gradient_as_in_plain_keras(
+    function, segments
+):
+    """TensorFlow computes what both have in common once, and names it."""
+
+    def train(planned: bool):
+        keras.utils.set_random_seed(0)
+        # Before "gradient_tape" in the order of names.
+        inputs = x = keras.Input((6,))
+        for _ in range(2):
+            x = FeedForward(function)(x)
+        model = keras.Model(inputs, layers.Dense(1)(x), name="blocks")
+        model.compile("adam", "mse")
+        x = np.random.default_rng(0).normal(size=(2 * _ROWS, 6))
+        y = x[:, :1]
+        options = {}
+        if planned:
+            plan = _plan(model, x, y, "graph", 0)
+            plan = dataclasses.replace(plan, segments=segments)
+            options["remat"] = plan
+            kmem.wrap(model)
+        model.fit(x, y, batch_size=_ROWS, verbose=0, shuffle=False, **options)
+        return [v.numpy() for v in model.variables]
+
+    for got, expected in zip(train(True), train(False), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 def _trained(build, seed: int | None, jit_compile: bool = False):

@@ -91,7 +91,58 @@ def shown(first: list, second: list, gradient: list) -> list[tf.Operation]:
                 readers.append(_reader(output, sums))
             if _may_be_joined(list(uses_again)):
                 readers.append(_reader(again, []))
+    return readers + _merged(both, gradient)
+
+
+def _merged(
+    both: list[tuple[tf.Operation, tf.Operation]], gradient: list[tf.Operation]
+) -> list[tf.Operation]:
+    """Gives the first run what its gradient computes like it.
+
+    The gradient of a power computes another one of the same number, and reads
+    no gradient for that. TensorFlow takes both apart, and merges what they
+    have in common, which is called after the gradient then. What it is called
+    says to which factor of a product it moves a constant.
+
+    Args:
+        both: The operations of both runs, in pairs.
+        gradient: Those of the second run's gradient.
+    """
+    of_first = {
+        again.ref(): output
+        for one, other in both
+        for output, again in zip(one.outputs, other.outputs, strict=False)
+    }
+
+    def read(op: tf.Operation) -> tuple:
+        return tuple(t.ref() for t in op.inputs if not _is_constant(t))
+
+    computed = {(other.type, read(other)) for _, other in both}
+    readers = []
+    for op in gradient:
+        if op.control_inputs or not all(ref in of_first for ref in read(op)):
+            continue
+        if read(op) and (op.type, read(op)) in computed:
+            copied = op.graph.create_op(
+                op.type,
+                [
+                    t if _is_constant(t) else of_first[t.ref()]
+                    for t in op.inputs
+                ],
+                [t.dtype for t in op.outputs],
+                name=op.name,
+                attrs=op.node_def.attr,
+            )
+            readers += [_reader(t, []) for t in copied.outputs]
     return readers
+
+
+def _is_constant(tensor: tf.Tensor) -> bool:
+    """Whether TensorFlow computes it when it makes the graph."""
+    inputs = tensor.op.inputs
+    return tensor.op.type == "Const" or (
+        len(inputs) > 0 and all(map(_is_constant, inputs))
+    )
 
 
 def pairs(
