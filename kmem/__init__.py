@@ -8,6 +8,10 @@ from kmem import versions as versions
 
 versions.check()
 
+from kmem import native as native  # noqa: E402
+
+native.prepare_on_import()
+
 from kmem import callbacks as callbacks  # noqa: E402
 from kmem import distributed as distributed  # noqa: E402
 from kmem import dtr as dtr  # noqa: E402

@@ -14,6 +14,11 @@ from kmem.units import parse_size
 _PICTURES = (".png", ".svg", ".pdf")
 
 
+class WrongFileError(ValueError):
+    """A file is there, but is not what the command reads: as an argument that
+    is wrong, but seen only when it is read."""
+
+
 def positive(text: str) -> int:
     """How many."""
     if not (text.isdecimal() and int(text) > 0):

@@ -27,6 +27,7 @@ from kmem.options import MixedPrecision
 from kmem.options import Sharding
 from kmem.searching import Search
 from kmem.session import Session
+from kmem.sharding import agreeing
 from kmem.sharding import offloading
 from kmem.units import format_size
 
@@ -119,8 +120,16 @@ def choose(
     # Its variables are in memory in every step.
     build_optimizer(model.optimizer, model.trainable_variables)
     gc.collect()
-    in_use = memory.current()
     given = dataclasses.replace(options, memory_budget=None, allow=())
+    is_counted = memory.is_counted()
+    if not is_counted and agreeing.processes(given).size > 1:
+        raise ValueError(
+            "`memory_budget` must be of a single process where bytes cannot "
+            "be counted: import kmem before the first TensorFlow operation, "
+            "or train without it. Received: "
+            f"memory_budget={options.memory_budget!r}"
+        )
+    in_use = planner.in_use_bytes(model, batch, given)
     search = Search(model, batch, budget_bytes, reserved_bytes, verbose)
     plain = search.run(given)
     for others in _allowed(model, given, options.allow):
@@ -130,7 +139,8 @@ def choose(
     if search.best is None:
         # What it names has to do when it is asked for, when the search has
         # left its traces in memory.
-        left = 2 * max(memory.current() - in_use, 0)
+        left = planner.in_use_bytes(model, batch, given) - in_use
+        left = 2 * max(left, 0)
         raise ImpossibleBudget(budget_bytes, search.least, left)
     best = search.best
     others = [choice for choice in search.tried if choice != best]
@@ -145,6 +155,7 @@ def choose(
         parameter_bytes=batches.num_bytes(model.variables),
         optimizer_bytes=batches.num_bytes(model.optimizer.variables),
         batch=batches.to_json(batch),
+        is_measured=is_counted,
     )
 
 

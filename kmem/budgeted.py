@@ -29,10 +29,10 @@ from kmem import memory
 from kmem import pipeline
 from kmem.choices import MemoryReport
 from kmem.choices import describe
+from kmem.guarding import guarded
 from kmem.options import MemoryOptions
 from kmem.options import Sharding
 from kmem.session import compiled_state
-from kmem.session import guarded
 from kmem.sharding import agreeing
 from kmem.sharding.engine import engine
 from kmem.units import format_size
@@ -175,6 +175,8 @@ class BudgetedSession:
         bucket = self._covering(specs) or self._choose_in_training(specs)
         if bucket is not self._bucket:
             self._enter(bucket)
+        if not bucket.report.is_measured:
+            return bucket.way.step(batch)
         if self._group.size > 1:
             return self._step_with_others(bucket, batch)
         message = ""

@@ -19,11 +19,12 @@ def is_integer(value) -> bool:
 
 
 def is_real(value) -> bool:
-    return (
-        isinstance(value, numbers.Real)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    )
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # An integer beyond all floats.
+        return False
 
 
 def positive_int(value, name: str) -> int:

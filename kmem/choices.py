@@ -44,6 +44,9 @@ class MemoryReport:
         optimizer_bytes: Of the optimizer's.
         batch: The shapes and dtypes of the batches, as JSON.
         events: A line for each time that training had to adapt.
+        is_measured: Whether peaks were measured. Where bytes cannot be
+            counted they are predicted, and a step that needs more is neither
+            seen nor undone.
     """
 
     budget_bytes: int
@@ -55,9 +58,16 @@ class MemoryReport:
     optimizer_bytes: int
     batch: str
     events: tuple[str, ...] = ()
+    is_measured: bool = True
 
     def summary(self) -> str:
         """One line for the log."""
+        line = self._what_is_done()
+        if self.is_measured:
+            return line
+        return f"{line}; predicted: a step that needs more is not undone"
+
+    def _what_is_done(self) -> str:
         chosen = f"memory_budget {format_size(self.budget_bytes)}: "
         if self.chosen.options == self.plain.options:
             return f"{chosen}fits as it is ({self._numbers(self.chosen)})"

@@ -10,6 +10,7 @@ import importlib.metadata
 import platform
 import sys
 
+from kmem import arguments
 from kmem.versions import __version__
 
 # Commands that live in a module of their own, which provides
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code.
 
     0: it worked. 1: it did not, and standard error says why. 2: the command
-    line is wrong.
+    line is wrong, or a file that it names.
     """
     parser = _parser(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
@@ -54,12 +55,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
+        if args.command in _MODULES:
+            _prepare()
         return args.run(args)
     except KeyboardInterrupt:
         return 130
     except _expected() as error:
         print(f"kmem {args.command}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, arguments.WrongFileError) else 1
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
@@ -86,9 +89,9 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
 
     build = commands.add_parser(
         "build",
-        help="Compile the native library now rather than on first use.",
-        description="Compile the native library now rather than on first "
-        "use. It needs a C++ compiler: $CXX, g++ or clang++.",
+        help="Compile the native library now rather than at the next import.",
+        description="Compile the native library now rather than at the next "
+        "import. It needs a C++ compiler: $CXX, g++ or clang++.",
         epilog="Example: kmem build --force",
     )
     build.add_argument(
@@ -115,11 +118,18 @@ def _expected() -> tuple[type[Exception], ...]:
     return ImportError, OSError, RuntimeError, ValueError, tf.errors.OpError
 
 
-def _build(args: argparse.Namespace) -> int:
+def _prepare() -> None:
+    """Before the command's first TensorFlow operation."""
     from kmem import native
 
-    was_built = native.find_library() is not None
-    path = native.build(force=args.force)
+    native.prepare()
+
+
+def _build(args: argparse.Namespace) -> int:
+    from kmem import building
+
+    was_built = building.find_library() is not None
+    path = building.build(force=args.force)
     print("already built:" if was_built and not args.force else "built:", path)
     return 0
 
@@ -130,7 +140,6 @@ def _info(args: argparse.Namespace) -> int:
     import tensorflow as tf
 
     from kmem import cache
-    from kmem import native
 
     rows = [
         ("kmem", __version__),
@@ -141,7 +150,7 @@ def _info(args: argparse.Namespace) -> int:
         ("system", f"{platform.system()} {platform.machine()}"),
         ("matplotlib", _version("matplotlib")),
         ("devices", ", ".join(_devices())),
-        ("compiler", " ".join(native.find_compiler() or ["none found"])),
+        ("compiler", _compiler()),
         ("cache folder", cache.folder()),
         ("native library", _library()),
         ("allocator", _allocator()),
@@ -167,12 +176,21 @@ def _devices() -> list[str]:
     ]
 
 
-def _library() -> str:
-    from kmem import native
+def _compiler() -> str:
+    from kmem import building
 
     try:
-        return str(native.find_library() or "not built (run `kmem build`)")
-    except native.NativeLibraryError as error:
+        return " ".join(building.find_compiler() or ["none found"])
+    except building.NativeLibraryError as error:
+        return str(error)
+
+
+def _library() -> str:
+    from kmem import building
+
+    try:
+        return str(building.find_library() or "not built (run `kmem build`)")
+    except building.NativeLibraryError as error:
         return str(error)
 
 

@@ -11,6 +11,7 @@ counts as a mean over rows.
 """
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from typing import Any
@@ -101,6 +102,55 @@ class LossTerms:
             part = keras.ops.cast(self.denominators[group], scale.dtype)
             scale *= keras.ops.divide_no_nan(part, self._totals[group])
         return loss * keras.ops.cast(scale, loss.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """What a model's loss is made of.
+
+    Attributes:
+        groups: The groups of its terms.
+        counted: Those whose denominators the forward pass counts.
+        only_terms: Whether it has nothing but these and regularizers.
+        has_regularizers: Whether any weight has a regularizer.
+    """
+
+    groups: list[str]
+    counted: list[str]
+    only_terms: bool
+    has_regularizers: bool
+
+    @classmethod
+    def of(cls, model, train_step, terms: LossTerms) -> "Loss":
+        plain = keras.Model
+        is_default = (
+            getattr(train_step, "__func__", None) is plain.train_step
+            and type(model).compute_loss is plain.compute_loss
+        )
+        num_regularizers = sum(
+            getattr(variable, "regularizer", None) is not None
+            for variable in model.trainable_variables
+        )
+        denominators = terms.denominators
+        return cls(
+            groups=list(denominators),
+            counted=[g for g, d in denominators.items() if d is not None],
+            only_terms=is_default and len(model.losses) == num_regularizers,
+            has_regularizers=num_regularizers > 0,
+        )
+
+    def split(self) -> tuple[str, list[str]]:
+        """Which groups to tell apart, to add up batches.
+
+        Returns:
+            The group as which all the rest counts, and the groups apart.
+        """
+        special = [group for group in self.groups if group != ROWS]
+        # A regularizer may ride on any mean, but a sum would add it up.
+        rides = special != [SUM] or not self.has_regularizers
+        if self.only_terms and len(self.groups) == 1 and special and rides:
+            return special[0], []
+        return ROWS, special
 
 
 class Means:

@@ -6,7 +6,8 @@ operation, in eager, graph and XLA mode, byte for byte, and repeat from run to
 run as far as the order of the operations does. A limit on the CPU behaves as
 a device of that size: what does not fit raises the same
 `tf.errors.ResourceExhaustedError` as on a GPU. On a GPU the numbers are
-TensorFlow's own.
+TensorFlow's own. (Those of a CPU leave out what is below 256 kB, and count the
+rest for up to twice its bytes.)
 
 A request counts for its bytes rounded up to a multiple of 64. All logical CPU
 devices share one allocator, so "CPU:0" and "CPU:1" give the same numbers.
@@ -16,9 +17,11 @@ among them those that a tensor merely points to, and the Python objects.
 """
 
 import contextlib
+import functools
 import os
 import re
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -188,8 +191,36 @@ def capacity(device: str | None = None) -> int:
     return _meter(device).capacity()
 
 
+def is_counted(device: str | None = None) -> bool:
+    """Returns whether the bytes in use on a device can be counted.
+
+    They cannot be on a CPU where kmem's allocator is not in place. What plans
+    and budgets go by is predicted then, and a warning says so once.
+
+    Args:
+        device: See `kmem.memory.limit`.
+    """
+    return _meter(device) is not _meters["CPU", 0] or _is_cpu_counted()
+
+
+@functools.cache
+def _is_cpu_counted() -> bool:
+    try:
+        native.allocator()
+    except native.NativeLibraryError as error:
+        warnings.warn(
+            "kmem cannot count the bytes that TensorFlow uses on the CPU, so "
+            "that `remat`, `memory_budget`, `kmem.plan` and `kmem.profile` go "
+            "by predicted bytes and computed times, and a step that needs "
+            f"more than a budget is neither seen nor undone. {error}",
+            stacklevel=3,
+        )
+        return False
+    return True
+
+
 class _Meter(Protocol):
-    """One device. A mark is a peak of its own, from `open` to `close`."""
+    """A device. A mark is a peak of its own, from `open` to `close`."""
 
     def limit(self, num_bytes: int | None) -> None: ...
     def capacity(self) -> int: ...
@@ -213,7 +244,7 @@ class _CPU:
             )
 
     def capacity(self) -> int:
-        limit = native.stats().limit
+        limit = native.stats().limit if native.is_registered() else None
         if limit is not None:
             return limit
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -365,6 +396,3 @@ def _num_cpus() -> int:
         len(tf.config.get_logical_device_configuration(cpu) or [None])
         for cpu in tf.config.get_visible_devices("CPU")
     )
-
-
-native.register_if_built()

@@ -2,8 +2,9 @@
 
 The gradient of a mean over rows is the mean of the parts' gradients, weighted
 by their rows; losses with another denominator are scaled first (loss_terms).
-What this module does not do: batch normalization sees one part at a time, and
-dropout draws anew for every part.
+What layers keep changes once a batch (layer_state). What this module does not
+do: batch normalization sees one part at a time, and dropout draws anew for
+every part.
 """
 
 import dataclasses
@@ -16,8 +17,10 @@ from kmem import backward
 from kmem import capture
 from kmem import loops
 from kmem import releasing
+from kmem.layer_state import LayerState
 from kmem.loss_terms import ROWS
 from kmem.loss_terms import SUM
+from kmem.loss_terms import Loss
 from kmem.loss_terms import LossTerms
 from kmem.loss_terms import recording
 from kmem.ordering import Order
@@ -80,8 +83,15 @@ class GradientStep:
         self._ordered = ordered or num_parts > 1
         self._processes = processes or Alone()
         self._splits = num_parts > 1 or self._processes.split_batches
-        # A `_Loss`, once it was looked at: the same in all replicas.
+        # A `Loss`, once it was looked at: the same in all replicas.
         self._loss: Any = None
+        self._state: LayerState | None = None  # Likewise.
+
+    @property
+    def layers_that_see_parts(self) -> list[keras.layers.Layer]:
+        """Those whose state depends on the examples of each part of a batch,
+        if it comes in parts, once the step was traced or run."""
+        return self._state.layers_that_see_parts if self._state else []
 
     def __call__(self, data) -> BatchGradient:
         batch = self._processes.slice(data)
@@ -118,14 +128,21 @@ class GradientStep:
             Its tensors, added up, and the part that was run, or traced, last.
         """
         last: Any = None
+        state = self._state if self._num_parts > 1 else None
+        before = state.values() if state else []
 
-        def run(data, rows, batch_rows, totals):
+        def run(data, rows, batch_rows, totals, before):
             nonlocal last
             last = self._run(data, rows, batch_rows, totals, apart)
-            return last.tensors()
+            if not state:
+                return last.tensors()
+            changes = state.take_changes(before, rows / batch_rows)
+            return changes + last.tensors()
 
-        sums = parts.sum_traced(run, batch_rows, totals)
-        return sums, last
+        sums = parts.sum_traced(run, batch_rows, totals, before)
+        if state:
+            state.change(before, sums[: len(before)])
+        return sums[len(before) :], last
 
     def _run(self, data, rows, batch_rows, totals, apart) -> "_Part":
         """Runs the step on one part, without its update."""
@@ -210,65 +227,17 @@ class GradientStep:
         terms = LossTerms()
         layers = capture.all_layers(model)
         with (
-            capture.DiscardedState(),
+            capture.DiscardedState() as scope,
             recording(terms, layers),
             self._processes.counting(),
         ):
             self._run_until_loss(data)
-            self._loss = _Loss.of(model, self._train_step, terms)
+            self._loss = Loss.of(model, self._train_step, terms)
+            self._state = LayerState(model, scope, data)
         return [
             tf.cast(terms.denominators[group], tf.float64)
             for group in self._loss.counted
         ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loss:
-    """What a model's loss is made of.
-
-    Attributes:
-        groups: The groups of its terms.
-        counted: Those whose denominators the forward pass counts.
-        only_terms: Whether it has nothing but these and regularizers.
-        has_regularizers: Whether any weight has a regularizer.
-    """
-
-    groups: list[str]
-    counted: list[str]
-    only_terms: bool
-    has_regularizers: bool
-
-    @classmethod
-    def of(cls, model, train_step, terms: LossTerms) -> "_Loss":
-        plain = keras.Model
-        is_default = (
-            getattr(train_step, "__func__", None) is plain.train_step
-            and type(model).compute_loss is plain.compute_loss
-        )
-        num_regularizers = sum(
-            getattr(variable, "regularizer", None) is not None
-            for variable in model.trainable_variables
-        )
-        denominators = terms.denominators
-        return cls(
-            groups=list(denominators),
-            counted=[g for g, d in denominators.items() if d is not None],
-            only_terms=is_default and len(model.losses) == num_regularizers,
-            has_regularizers=num_regularizers > 0,
-        )
-
-    def split(self) -> tuple[str, list[str]]:
-        """Which groups to tell apart, to add up batches.
-
-        Returns:
-            The group as which all the rest counts, and the groups apart.
-        """
-        special = [group for group in self.groups if group != ROWS]
-        # A regularizer may ride on any mean, but a sum would add it up.
-        rides = special != [SUM] or not self.has_regularizers
-        if self.only_terms and len(self.groups) == 1 and special and rides:
-            return special[0], []
-        return ROWS, special
 
 
 class _Part:

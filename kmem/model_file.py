@@ -30,8 +30,8 @@ def load(args: argparse.Namespace) -> tuple[keras.Model, Any]:
     """The model, and its batch as `tf.TensorSpec`s.
 
     Raises:
-        ValueError: If the file is no model that Keras alone can load, or if
-            the batch's shape cannot be told.
+        WrongFileError: If the file is no model that Keras alone can load, or
+            if the batch's shape cannot be told.
     """
     try:
         with warnings.catch_warnings():
@@ -40,7 +40,7 @@ def load(args: argparse.Namespace) -> tuple[keras.Model, Any]:
             model: Any = keras.saving.load_model(args.model)
     except Exception as error:  # Whatever the file leads Keras to.
         first_sentence = str(error).strip().partition("\n")[0].split(". ")[0]
-        raise ValueError(
+        raise arguments.WrongFileError(
             "A model's file must be one that `model.save` wrote and Keras can "
             "load by itself; from Python, one with code of your own will do "
             f"as well. Received: {args.model} ({first_sentence})"
@@ -54,6 +54,11 @@ def _batch(model, rows: int):
     A file does not tell what its targets look like: they are taken to be
     like the predictions, or to be classes where the loss is a sparse one.
     """
+    if not model.built:
+        raise arguments.WrongFileError(
+            "The model in the file must be built: begin it with "
+            f"`keras.Input(shape)`, or call it. Received: model={model.name}"
+        )
     sequential = isinstance(model, keras.Sequential)
     inputs = model.inputs[0] if sequential else model.input
     outputs = model.outputs[0] if sequential else model.output
@@ -74,7 +79,7 @@ def _batch(model, rows: int):
 
 def _spec(shape, dtype: str, rows: int) -> tf.TensorSpec:
     if any(size is None for size in shape[1:]):
-        raise ValueError(
+        raise arguments.WrongFileError(
             "The model's inputs and outputs must have a fixed shape but for "
             f"the number of rows. Received: shape={shape}"
         )

@@ -173,6 +173,10 @@ def make_plan(
     in_order = compiled and xla.prefer_little_memory()
     group = agreeing.processes(options)
     part = _part(batch, options)
+    is_counted = memory.is_counted()
+    if not is_counted:
+        # What is not rehearsed is not run at all.
+        costs = "flops"
     # The same for all budgets.
     rest = dataclasses.replace(options, remat=None)
     keeps_gradients = not updates.are_early(model, rest)
@@ -183,13 +187,14 @@ def make_plan(
             *(options.remat.solver, costs, profiling.mode(model), in_order),
             *(type(getattr(model, "optimizer", None)), group.size),
             keeps_gradients,
+            is_counted,
         )
     if model.compiled:
         # Its variables are in memory in every step.
         with model.distribute_strategy.scope():
             build_optimizer(model.optimizer, model.trainable_variables)
     gc.collect()
-    in_use = agreeing.highest(group, memory.current())
+    in_use = agreeing.highest(group, in_use_bytes(model, batch, options))
     asked = *key, options.remat.budget, reserved_bytes
     made = _kept(asked, in_use)
     if agreeing.is_same(group, made) and made is not None:
@@ -219,6 +224,27 @@ def make_plan(
     return made
 
 
+def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
+    """What is in memory before a step; predicted where it is not counted.
+
+    Args:
+        model: A model with its variables.
+        batch: What a step gets, as `tf.TensorSpec`s.
+        options: Those of the step.
+    """
+    if memory.is_counted():
+        return memory.current()
+    held = batches.num_bytes(model.variables)
+    if model.compiled:
+        held += batches.num_bytes(model.optimizer.variables)
+    if options.num_parts > 1:
+        # All of the batch, of which the drawing has a part, and the sum of
+        # the parts' gradients.
+        held += batches.num_bytes(batch)
+        held += batches.num_bytes(model.trainable_variables)
+    return held
+
+
 def _kept(asked: tuple, in_use: int) -> Plan | None:
     """A plan that was made before, and still is right."""
     for before, made in _plans.find(asked):
@@ -241,7 +267,7 @@ def _rehearsal(
     alone = strategy.num_replicas_in_sync == 1 or isinstance(
         strategy, tf.distribute.MirroredStrategy
     )
-    if not (model.compiled and alone):
+    if not (model.compiled and alone and memory.is_counted()):
         return None
 
     def run(made: Plan) -> Rehearsal | None:

@@ -2,8 +2,11 @@
 
 A search (searching.py) rehearses a dozen steps. A program that is started
 again would rehearse them all again, and a search for less memory most of them.
+Where bytes cannot be counted, no step is run: a plan that recomputes nothing
+tells what is predicted of it.
 """
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
@@ -15,10 +18,12 @@ from kmem import batches
 from kmem import cache
 from kmem import capture
 from kmem import memory
+from kmem import planner
 from kmem import turns
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
 from kmem.options import MemoryOptions
+from kmem.options import Remat
 from kmem.rehearsal import Rehearsal
 from kmem.rehearsal import rehearse_on_batch
 from kmem.session import Session
@@ -43,6 +48,8 @@ def _load_ratio(path: pathlib.Path) -> float:
     return float(json.loads(path.read_bytes()))
 
 
+# The fastest plan within more than any step needs.
+_KEEPS_EVERYTHING = Remat(budget=2**62)
 _store = Store("rehearsals", _save, _load)
 _ratios = Store("comparisons", _save_ratio, _load_ratio)
 
@@ -57,9 +64,10 @@ class Rehearsals:
 
     def __init__(self, model: keras.Model, batch: Any):
         self._model = model
+        self._is_counted = memory.is_counted()
         self._key = _key(model, batch)
         # Once: right after a step its inputs may still be there.
-        self._in_use = memory.current()
+        self._in_use = memory.current() if self._is_counted else 0
 
     def run(
         self, options: MemoryOptions, batch: Any, at_most_seconds: float
@@ -75,6 +83,8 @@ class Rehearsals:
             What was seen, in the process that needs most, or `None` if it ran
             out of memory; and what ran it, if it ran now.
         """
+        if not self._is_counted:
+            return self._predicted(options, batch), None
         group = agreeing.processes(options)
         key = self._step(options, batch)
         found, session = self._find(key), None
@@ -107,8 +117,10 @@ class Rehearsals:
             sessions: What ran them, if they ran now.
 
         Returns:
-            The ratio, or `None` if they ran out of memory.
+            The ratio, or `None` if they ran out of memory or cannot run.
         """
+        if not self._is_counted:
+            return None
         key = tuple(map(self._step, options, some))
         for _, ratio in _ratios.find(key) if self._key else ():
             return ratio
@@ -120,6 +132,15 @@ class Rehearsals:
         if ratio is not None and self._key:
             _ratios.keep(key, self._in_use, ratio)
         return ratio
+
+    def _predicted(self, options: MemoryOptions, batch: Any) -> Rehearsal:
+        """What the drawing of a step tells."""
+        plan: Any = options.remat.plan if options.remat else None
+        if plan is None:
+            planned = dataclasses.replace(options, remat=_KEEPS_EVERYTHING)
+            plan = planner.make_plan(self._model, batch, planned, "flops", 0)
+        seconds = options.num_parts * plan.predicted_seconds
+        return Rehearsal(plan.highest_peak_bytes, seconds)
 
     def _step(self, options: MemoryOptions, batch: Any) -> tuple:
         """What a step is known by."""

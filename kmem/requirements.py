@@ -13,6 +13,8 @@ from kmem.options import MemoryOptions
 from kmem.sharding import refusals
 
 _TRACED_APART = ("microbatches", "gradient_accumulation_steps", "remat")
+_SPLITTING = ("microbatches", "memory_budget", "sharding")
+_ADDING_UP = ("microbatches", "gradient_accumulation_steps", "memory_budget")
 
 
 def check(model, options: MemoryOptions) -> None:
@@ -36,6 +38,31 @@ def check(model, options: MemoryOptions) -> None:
         refusals.check(model, options)
     if model.distribute_strategy.num_replicas_in_sync > 1:
         _check_replicas(model, options)
+    _check_layers(model, options)
+
+
+def _check_layers(model, options: MemoryOptions) -> None:
+    splitting, adding_up = (
+        next((n for n in names if getattr(options, n) is not None), None)
+        for names in (_SPLITTING, _ADDING_UP)
+    )
+    for layer in capture.all_layers(model) if splitting else []:
+        if getattr(layer, "stateful", False):
+            raise ValueError(
+                f"`{splitting}` splits batches, and cannot be used with "
+                "layers that keep a state for each example of a batch: make "
+                "them with `stateful=False`, or use `remat` or `dtr`. "
+                f"Received: layer={layer.name} with stateful=True"
+            )
+    for variable in model.trainable_variables if adding_up else []:
+        # The largest of the batches' would be right, and not their sum.
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ValueError(
+                f"`{adding_up}` adds up gradients, and needs weights that an "
+                "optimizer updates by them: give no model that is quantized "
+                "to float8, or use `remat` or `dtr`. Received: "
+                f"overwrite_with_gradient=True of {variable.path}"
+            )
 
 
 def _check_replicas(model, options: MemoryOptions) -> None:

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from kmem import batches
 from kmem import capture
+from kmem import layer_state
 from kmem import loops
 from kmem import patching
 from kmem import pipeline
@@ -29,6 +30,7 @@ from kmem.accumulation import build_optimizer
 from kmem.dtr.blocks import Blocks
 from kmem.dtr.device import DeviceSession
 from kmem.dtr.feasible import with_least_threshold
+from kmem.guarding import guarded
 from kmem.keras_graph import applying
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
@@ -107,7 +109,9 @@ class Session:
         self._updater = Updater(
             optimizer, self._num_batches, strategy, processes, early
         )
-        self._gradient_step: Any = GradientStep(
+        # Whether it is yet to say which layers see micro-batches.
+        self._warns = False
+        self.gradient_step = GradientStep(
             model,
             self._user_train_step,
             optimizer,
@@ -116,6 +120,7 @@ class Session:
             ordered=self._plan is not None,
             processes=processes,
         )
+        self._gradient: Callable = self.gradient_step
 
     @classmethod
     def of(cls, model: keras.Model, options: MemoryOptions) -> "Session":
@@ -125,6 +130,7 @@ class Session:
         session = sessions.pop(options, None)
         if session is None or session._compiled != compiled_state(model):
             session = cls(model, options)
+            session._warns = options.num_parts > 1
         kept = list(sessions.items())[1 - _MAX_SESSIONS :]
         object.__setattr__(model, _SESSIONS, dict([*kept, (options, session)]))
         return session
@@ -162,7 +168,7 @@ class Session:
         # a branch inside XLA copies all that it may assign.
         separately = self._num_batches > 1 and jit_compile
         if separately and not model.run_eagerly:
-            self._gradient_step = _compiled(self._gradient_step)
+            self._gradient = _compiled(self.gradient_step)
         plain = {name: getattr(model, name) for name in _FUNCTIONS}
         try:
             if separately or self._sharded is not None:
@@ -244,6 +250,10 @@ class Session:
         try:
             logs = self._take_step(data)
             releasing.forget_gradients()
+            if self._warns:
+                self._warns = False
+                layers = self.gradient_step.layers_that_see_parts
+                layer_state.warn_of_parts(layers, self.options.num_parts)
             return logs
         except tf.errors.ResourceExhaustedError as error:
             failed, message = self._dtr, error.message
@@ -268,7 +278,7 @@ class Session:
             with self._precision(), self._forward(training=True), self._remat():
                 if not self._captures:
                     return loops.one_by_one(self._user_train_step, data)
-                batch = self._gradient_step(data)
+                batch = self._gradient(data)
             with self._updating():
                 self._updater.add(batch)
         return batch.logs
@@ -307,36 +317,6 @@ class Session:
         if self._plan is None or self._frame is None:
             return contextlib.nullcontext()
         return applying.applied(self.model, self._frame, self._plan.segments)
-
-
-def guarded(session, name: str, function: Callable) -> Callable:
-    """A function that takes its session off by itself.
-
-    It does when it raises, or is called in a later `fit`.
-
-    Args:
-        session: What put the function on its `model`.
-        name: The model's attribute.
-        function: Takes an iterator.
-    """
-    model = session.model
-    history = model.history
-
-    def call(iterator):
-        # Every `fit` has a history of its own.
-        if model.history is not history:
-            session.remove()
-            getattr(model, f"make_{name}")()
-            return getattr(model, name)(iterator)
-        try:
-            return function(iterator)
-        except StopIteration:
-            raise
-        except BaseException:
-            session.remove(failed=True)
-            raise
-
-    return call
 
 
 def compiled_state(model) -> tuple:

@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints what the budget costs; 0 if it can be kept."""
-    program = read_program(args.trace)
+    try:
+        program = read_program(args.trace)
+    except ValueError as error:
+        raise arguments.WrongFileError(str(error)) from error
     plain = simulate(program)
     budget_bytes = args.budget
     if isinstance(budget_bytes, float):

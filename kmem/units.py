@@ -4,10 +4,13 @@ Powers of ten for KB, MB, GB, TB; powers of two for KiB, MiB, GiB, TiB. What
 this module does not do: shares of a device (0.5), which need the device.
 """
 
+import fractions
 import math
 import numbers
 import re
 
+# TensorFlow and the native library count bytes in 64 bits, with a sign.
+MOST_BYTES = 2**63 - 1
 _UNITS = {
     "B": 1,
     "KB": 10**3,
@@ -34,8 +37,8 @@ def parse_size(size: int | str, name: str = "size") -> int:
         Bytes, a positive `int`.
 
     Raises:
-        ValueError: If `size` is not a positive number of bytes, or has a unit
-            that is not known.
+        ValueError: If `size` is not a positive number of bytes, is more than
+            a device can count, or has a unit that is not known.
 
     Example:
 
@@ -55,12 +58,15 @@ def parse_size(size: int | str, name: str = "size") -> int:
         unit = _UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
             raise ValueError(rule)
-        num_bytes = round(float(match[1]) * unit)
+        try:
+            num_bytes = round(fractions.Fraction(match[1]) * unit)
+        except ValueError as error:  # Python reads so many digits only.
+            raise ValueError(rule) from error
     elif isinstance(size, numbers.Integral) and not isinstance(size, bool):
         num_bytes = int(size)
     else:
         raise ValueError(rule)
-    if num_bytes <= 0:
+    if not 0 < num_bytes <= MOST_BYTES:
         raise ValueError(rule)
     return num_bytes
 

@@ -31,7 +31,8 @@ def prefer_little_memory() -> bool:
     leaves the order as it is where `XLA_FLAGS` already says which to take.
 
     Returns:
-        Whether steps are compiled in that order; on a GPU there is one order.
+        Whether steps are known to be compiled in that order; on a GPU there
+        is one order.
     """
     if tf.config.list_logical_devices("GPU"):
         return True
@@ -48,7 +49,7 @@ def prefer_little_memory() -> bool:
             del os.environ["XLA_FLAGS"]
         else:
             os.environ["XLA_FLAGS"] = flags
-    if not took_effect:
+    if not took_effect and memory.is_counted("CPU"):
         warnings.warn(
             "XLA has compiled before kmem could choose an order that takes "
             "little memory, so that budgets may need more recomputation, or "
@@ -61,6 +62,8 @@ def prefer_little_memory() -> bool:
 
 def _is_depth_first() -> bool:
     """Whether each of some wide products is read before the next is made."""
+    if not memory.is_counted("CPU"):
+        return False
     width, count = 4096, 8
 
     @tf.function(jit_compile=True)

@@ -13,11 +13,12 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import kmem
+from kmem import building
 from kmem import cache
 from kmem import native
 from kmem.store import Store
 
-HAS_COMPILER = native.find_compiler() is not None
+HAS_COMPILER = building.find_compiler() is not None
 
 if HAS_COMPILER:
     native.allocator()

@@ -7,9 +7,9 @@ import types
 import pytest
 import tensorflow as tf
 
+from kmem import building
 from kmem import cache
 from kmem import cli
-from kmem import native
 from kmem import versions
 
 
@@ -35,8 +35,8 @@ def test_info_tells_of_a_library_that_is_not_built(
 
 
 def test_build_names_the_library(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(native, "find_library", lambda: None)
-    monkeypatch.setattr(native, "build", lambda force: tmp_path / str(force))
+    monkeypatch.setattr(building, "find_library", lambda: None)
+    monkeypatch.setattr(building, "build", lambda force: tmp_path / str(force))
     assert cli.main(["build", "--force"]) == 0
     assert capsys.readouterr().out == f"built: {tmp_path}/True\n"
 
@@ -122,7 +122,7 @@ def test_an_error_of_tensorflow_is_one_message(monkeypatch, capsys):
     def build(force):
         raise tf.errors.ResourceExhaustedError(None, None, "OOM")
 
-    monkeypatch.setattr(native, "build", build)
+    monkeypatch.setattr(building, "build", build)
     assert cli.main(["build"]) == 1
     assert capsys.readouterr().err == "kmem build: OOM\n"
 

@@ -6,11 +6,11 @@ import subprocess
 import pytest
 from conftest import HAS_COMPILER
 
-from kmem import native
+from kmem import building
 
 TESTS = sorted(
     path.stem
-    for path in (native.sources_folder() / "tests").glob("dtr_*_test.cc")
+    for path in (building.sources_folder() / "tests").glob("dtr_*_test.cc")
 )
 WARNINGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror", "-g")
 SANITIZERS = (
@@ -26,20 +26,20 @@ needs_compiler = pytest.mark.skipif(
 def compile_core(folder: pathlib.Path, *flags: str) -> list[pathlib.Path]:
     """Object files of all that speaks no TensorFlow."""
     objects = []
-    for source in sorted((native.sources_folder() / "dtr").glob("*.cc")):
+    for source in sorted((building.sources_folder() / "dtr").glob("*.cc")):
         if source.name.startswith("tf_"):
             continue
         objects.append(folder / f"{source.stem}.o")
-        command = [*native.find_compiler(), *WARNINGS, *flags]
+        command = [*building.find_compiler(), *WARNINGS, *flags]
         command += ["-c", source, "-o", objects[-1]]
         subprocess.run(command, check=True)
     return objects
 
 
 def run_test(name: str, objects: list[pathlib.Path], *flags: str) -> None:
-    folder = native.sources_folder()
+    folder = building.sources_folder()
     program = objects[0].parent / name
-    command = [*native.find_compiler(), *WARNINGS, *flags, "-I", folder]
+    command = [*building.find_compiler(), *WARNINGS, *flags, "-I", folder]
     command += [folder / "tests" / f"{name}.cc", *objects, "-o", program]
     subprocess.run(command, check=True)
     done = subprocess.run([program], stderr=subprocess.PIPE, text=True)

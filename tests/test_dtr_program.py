@@ -1,6 +1,8 @@
 """A recorded step becomes the numbers that the native core reads."""
 
+import gzip
 import json
+from random import Random
 
 import pytest
 from trace_cases import STEP
@@ -11,6 +13,7 @@ from trace_cases import release
 from trace_cases import write
 
 from kmem.dtr.program import read_program
+from kmem.dtr.simulator import simulate
 
 CONSTANT, CALL, RETAIN, RELEASE = range(4)
 
@@ -99,5 +102,94 @@ def test_a_line_that_is_no_instruction_is_named(tmp_path, line):
 def test_a_trace_that_breaks_off_is_refused(tmp_path):
     path = tmp_path / "half.log"
     path.write_text(json.dumps(constant("w", 1)[0]), encoding="utf-8")
-    with pytest.raises(ValueError, match="must end with a whole instruction"):
+    with pytest.raises(
+        ValueError, match=r"must end with a whole instruction.*half\.log"
+    ):
         read_program(path)
+
+
+MEMORY = '{"INSTRUCTION": "MEMORY", "NAME": "w", "MEMORY": %s}'
+TAKES = '{"INSTRUCTION": "CALL", "NAME": "f", "RESULT": [], "ARGS": %s, %s}'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"INSTRUCTION": ' * 100_000,
+        *(MEMORY % x for x in ("Infinity", "-Infinity", "NaN", "null", "[]")),
+        *(MEMORY % x for x in ("1e30", '"1e3"', "1" * 31, "1" * 5000, "-1")),
+        *(TAKES % ('["w"]', f'"TIME": {x}') for x in ("Infinity", 10**30)),
+        *(TAKES % (x, '"TIME": 1') for x in ('"w"', '[["w"]]', "null", "{}")),
+        TAKES.replace("[]", '"ab"') % ('["w"]', '"TIME": 1'),
+        '{"INSTRUCTION": "CONSTANT", "NAME": null}',
+        '{"INSTRUCTION": "COPY", "SRC": "w", "DST": 5}',
+        '{"INSTRUCTION": "MUTATE", "NAME": "f", "ARGS": ["w"], "TIME": 1, '
+        '"MUTATE": [-1]}',
+        "null",
+        '"INSTRUCTION"',
+        "",
+    ],
+    ids=lambda line: line[:60],
+)
+def test_a_line_of_wrong_types_or_numbers_is_named(tmp_path, line):
+    path = tmp_path / "bad.log"
+    first = [json.dumps(each) for each in constant("w", 1)]
+    path.write_text("\n".join([*first, line, "{}"]), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"bad\.log, line 3: "):
+        read_program(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("half.log.gz", gzip.compress(b"{}\n" * 1000)[:-20]),
+        ("none.log.gz", b"{}"),
+        ("cut.log.gz", gzip.compress(b"{}")[:3]),
+        ("changed.log.gz", gzip.compress(b"{}")[:10] + b"\xff" * 20),
+        (
+            "other.log",
+            "\N{LATIN SMALL LETTER U WITH DIAERESIS}".encode("latin1"),
+        ),
+        ("wide.log", '{"INSTRUCTION": "ANNOTATE"}'.encode("utf-16")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_that_is_no_text_is_named(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=name) as caught:
+        read_program(path)
+    assert type(caught.value) is ValueError
+
+
+@pytest.mark.parametrize("name", ["step.log", "step.log.gz"])
+def test_a_trace_with_random_changes_is_read_or_refused(
+    native_library, tmp_path, name
+):
+    random = Random(0)
+    path = write(tmp_path / name, STEP)
+    whole, num_read = path.read_bytes(), 0
+    for _ in range(500):
+        content = bytearray(whole)
+        for _ in range(random.randint(1, 4)):
+            at = random.randrange(len(content))
+            what = random.randrange(4)
+            if what == 0:
+                content[at] = random.randrange(256)
+            elif what == 1:
+                content[at:at] = random.choice([b"9", b'"', b"-", b"[", b"\n"])
+            elif what == 2:
+                del content[at : at + random.randrange(9)]
+            else:
+                del content[at:]
+            content = content or bytearray(b"\n")
+        path.write_bytes(content)
+        try:
+            program = read_program(path)
+        except ValueError as error:
+            assert name in str(error)
+        else:
+            num_read += 1
+            assert simulate(program).num_evictions == 0
+    assert num_read > 0

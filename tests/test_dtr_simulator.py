@@ -9,7 +9,7 @@ from trace_cases import constant
 from trace_cases import release
 from trace_cases import write
 
-from kmem import native
+from kmem import building
 from kmem.dtr import simulator
 from kmem.dtr.program import read_program
 from kmem.dtr.simulator import HEURISTICS
@@ -125,7 +125,7 @@ def test_a_heuristic_must_be_one_that_there_is(program):
 
 @pytest.mark.parametrize("name", ["Options", "Statistics"])
 def test_structures_are_those_of_the_core(name):
-    header = native.sources_folder() / "dtr" / "runtime.h"
+    header = building.sources_folder() / "dtr" / "runtime.h"
     body = re.search(
         rf"^struct {name} {{$(.*?)^}};$",
         header.read_text(),
@@ -134,3 +134,12 @@ def test_structures_are_those_of_the_core(name):
     theirs = re.findall(r"^  (u?int64_t|bool) (\w+) =", body, re.MULTILINE)
     ours = getattr(simulator, f"Native{name}")._fields_
     assert [field for _, field in theirs] == [field for field, _ in ours]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_number_that_does_not_fit_is_refused(tmp_path, seed):
+    program = read_program(write(tmp_path / "step.log", STEP))
+    with pytest.raises(ValueError, match=rf"`seed` must fit.*seed={seed}"):
+        simulate(program, seed=seed)
+    with pytest.raises(ValueError, match="`threshold_bytes` must fit"):
+        simulate(program, 2**64 + 5)

@@ -222,7 +222,7 @@ def test_a_limit_below_what_is_in_use_is_refused():
     del x
 
 
-@pytest.mark.parametrize("size", [0, -1, "many", 1.5, True])
+@pytest.mark.parametrize("size", [0, -1, "many", 1.5, True, 2**64 + 5])
 def test_a_limit_must_be_a_size(size):
     with pytest.raises(ValueError, match="`size` must be a positive number"):
         memory.limit(size, device="CPU")

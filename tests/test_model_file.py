@@ -40,7 +40,7 @@ def test_a_file_that_is_no_model_is_one_message(
 ):
     path = tmp_path / "model.keras"
     write(path)
-    assert cli.main([command, str(path), "--batch", "8"]) == 1
+    assert cli.main([command, str(path), "--batch", "8"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         f"kmem {command}: A model's file must be one that `model.save` wrote"
@@ -51,5 +51,13 @@ def test_a_file_that_is_no_model_is_one_message(
 def test_a_model_without_a_shape_is_refused(tmp_path, capsys):
     path = tmp_path / "model.keras"
     save(path, keras.layers.Dense(1))
-    assert cli.main(["plan", str(path), "--batch", "8"]) == 1
+    assert cli.main(["plan", str(path), "--batch", "8"]) == 2
     assert "must have a fixed shape" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:You are saving a model that has not yet")
+def test_a_model_that_is_not_built_is_refused(tmp_path, capsys):
+    path = tmp_path / "model.keras"
+    keras.Sequential([keras.layers.Dense(1)]).save(path)
+    assert cli.main(["plan", str(path), "--batch", "8"]) == 2
+    assert "must be built: begin it with" in capsys.readouterr().err

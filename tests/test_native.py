@@ -1,20 +1,27 @@
 """Building, caching and loading the native library."""
 
+import io
 import os
 import pathlib
 import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import threading
 
+import keras
+import numpy as np
 import pytest
 
+import kmem
+from kmem import building
 from kmem import cache
+from kmem import cli
 from kmem import native
 
 needs_compiler = pytest.mark.skipif(
-    native.find_compiler() is None, reason="needs a C++ compiler"
+    building.find_compiler() is None, reason="needs a C++ compiler"
 )
 
 
@@ -50,12 +57,12 @@ def num_calls(calls):
 
 
 def test_the_library_is_built_once_and_kept(compiler):
-    assert native.find_library() is None
-    path = native.build()
-    assert native.find_library() == path
-    assert native.build() == path
+    assert building.find_library() is None
+    path = building.build()
+    assert building.find_library() == path
+    assert building.build() == path
     assert num_calls(compiler) == 1
-    native.build(force=True)
+    building.build(force=True)
     assert num_calls(compiler) == 2
 
 
@@ -65,7 +72,7 @@ def test_builds_at_the_same_time_build_once(compiler):
 
     def work():
         start.wait()
-        paths.append(native.build())
+        paths.append(building.build())
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -76,18 +83,34 @@ def test_builds_at_the_same_time_build_once(compiler):
     assert num_calls(compiler) == 1
 
 
-def test_one_line_says_that_it_compiles(compiler, capfd):
-    native.build()
-    native.build()
-    output, errors = capfd.readouterr()
-    assert output == ""
-    assert errors.count("\n") == 1
-    assert errors.startswith("kmem: compiling its native library")
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_one_line_on_a_terminal_says_that_it_compiles(
+    compiler, monkeypatch, is_terminal
+):
+    errors = io.StringIO()
+    monkeypatch.setattr(errors, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", errors)
+    building.build()
+    building.build()
+    assert errors.getvalue().count("\n") == is_terminal
+    assert ("kmem: compiling" in errors.getvalue()) == is_terminal
+
+
+def test_a_compiler_must_be_a_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("CXX", "g++ '")
+    for function in (building.find_compiler, building.build):
+        with pytest.raises(
+            building.NativeLibraryError, match="CXX must be a command that"
+        ):
+            function()
+    native.prepare_on_import()
+    assert cli.main(["info"]) == 0
+    assert "CXX must be a command that" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["cut short", "changed", "empty"])
 def test_a_damaged_library_is_built_anew(compiler, damage):
-    path = native.build()
+    path = building.build()
     content = path.read_bytes()
     path.write_bytes(
         {
@@ -96,27 +119,27 @@ def test_a_damaged_library_is_built_anew(compiler, damage):
             "empty": b"",
         }[damage]
     )
-    assert native.find_library() is None
-    assert native.build() == path
+    assert building.find_library() is None
+    assert building.build() == path
     assert path.read_bytes() == content
 
 
 def test_another_compiler_builds_another_library(compiler, monkeypatch):
-    path = native.build()
+    path = building.build()
     monkeypatch.setenv("CXX", os.environ["CXX"] + " -march=native")
-    assert native.find_library() is None
-    assert native.build() != path
+    assert building.find_library() is None
+    assert building.build() != path
 
 
 def test_a_library_outlives_its_compiler(compiler, monkeypatch):
-    path = native.build()
+    path = building.build()
     monkeypatch.setenv("CXX", "/nowhere/c++")
-    assert native.find_compiler() is None
-    assert native.find_library() == path
+    assert building.find_compiler() is None
+    assert building.find_library() == path
 
 
 def test_the_cache_folder_is_the_users_alone(compiler):
-    folder = native.build().parent
+    folder = building.build().parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert sorted(path.suffix for path in folder.iterdir()) == ["", ".so"]
 
@@ -126,31 +149,32 @@ def test_a_folder_that_others_can_write_to_is_refused(compiler, mode):
     folder = cache.folder()
     folder.mkdir(parents=True)
     folder.chmod(mode)
-    for function in (native.find_library, native.build):
+    for function in (building.find_library, building.build):
         with pytest.raises(
-            native.NativeLibraryError, match="can be written to by other users"
+            building.NativeLibraryError,
+            match="can be written to by other users",
         ):
             function()
-    native.register_if_built()
+    native.prepare()
     assert num_calls(compiler) == 0
 
 
 def test_a_folder_of_somebody_else_is_refused(compiler, monkeypatch):
-    native.build()
+    building.build()
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(
-        native.NativeLibraryError, match="belongs to another user"
+        building.NativeLibraryError, match="belongs to another user"
     ):
-        native.find_library()
+        building.find_library()
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named(compiler, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     with pytest.raises(
-        native.NativeLibraryError, match="cache folder /dev/null/kmem"
+        building.NativeLibraryError, match="cache folder /dev/null/kmem"
     ):
-        native.build()
+        building.build()
 
 
 def test_a_relative_cache_home_is_ignored(monkeypatch):
@@ -162,13 +186,13 @@ def test_a_relative_cache_home_is_ignored(monkeypatch):
 def test_a_compiler_that_fails_is_quoted(tmp_path, compiler):
     script = pathlib.Path(os.environ["CXX"])
     script.write_text("#!/bin/sh\necho 'error: no such header' >&2; exit 1\n")
-    with pytest.raises(native.NativeLibraryError) as caught:
-        native.build()
+    with pytest.raises(building.NativeLibraryError) as caught:
+        building.build()
     message = str(caught.value)
     assert "error: no such header" in message
     assert str(script) in message
-    assert native._sources(".cc")[0].name in message
-    assert native.find_library() is None
+    assert building._sources(".cc")[0].name in message
+    assert building.find_library() is None
     assert [path.name for path in cache.folder().iterdir()] == ["lock"]
 
 
@@ -178,8 +202,8 @@ def test_without_a_compiler_the_error_says_how_to_get_one(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "")
-    with pytest.raises(native.NativeLibraryError) as caught:
-        native.build()
+    with pytest.raises(building.NativeLibraryError) as caught:
+        building.build()
     for command in ("apt-get install g++", "dnf install", "conda install"):
         assert command in str(caught.value)
 
@@ -187,13 +211,13 @@ def test_without_a_compiler_the_error_says_how_to_get_one(
 def test_tensorflows_own_pool_is_refused(native_library, monkeypatch):
     monkeypatch.setenv("TF_CPU_ALLOCATOR_USE_BFC", "1")
     with pytest.raises(
-        native.NativeLibraryError, match="TF_CPU_ALLOCATOR_USE_BFC must not"
+        building.NativeLibraryError, match="TF_CPU_ALLOCATOR_USE_BFC must not"
     ):
         native.stats()
 
 
 def test_nothing_is_built_from_the_tests_of_the_sources():
-    sources = native._sources(".cc", ".h")
+    sources = building._sources(".cc", ".h")
     assert "budget_allocator.cc" in {path.name for path in sources}
     assert not [path for path in sources if path.parent.name == "tests"]
 
@@ -201,9 +225,9 @@ def test_nothing_is_built_from_the_tests_of_the_sources():
 @needs_compiler
 @pytest.mark.parametrize("name", ["budget_test", "storage_test"])
 def test_the_core_passes_its_own_tests(tmp_path, name):
-    folder = native.sources_folder()
+    folder = building.sources_folder()
     command = [
-        *native.find_compiler(),
+        *building.find_compiler(),
         *("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"),
         *("-I", folder, folder / "tests" / f"{name}.cc", "-o", tmp_path / name),
     ]
@@ -257,42 +281,178 @@ def test_the_test_above_can_fail(python):
     assert output.startswith("printed hello\n\n['matplotlib']\n")
 
 
-def test_the_first_use_builds_and_registers(
+FIRST_EXAMPLE = """
+    import keras
+    import kmem
+    import numpy as np
+
+    layers = [keras.layers.Dense(64, "tanh") for _ in range(2)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    model.compile("sgd", "mse")
+    x = np.ones((16, 8), "float32")
+    y = np.ones((16, 64), "float32")
+    model = kmem.wrap(model)
+    model.fit(x, y, verbose=0, memory_budget="8GB")
+    print(kmem.native.is_registered(), model.memory_report.is_measured)
+"""
+
+
+def test_the_first_run_builds_at_import_and_counts_as_all_do(
     native_library, fresh_python, tmp_path
 ):
     # Compiled before, as a busy machine takes minutes.
-    script, calls = instant_compiler(tmp_path, native.find_library())
-    code = """
-        import kmem
-        print(kmem.native.is_registered())
-        print(kmem.memory.current())
-        import tensorflow as tf
-        x = tf.fill([250000], 1.0)
-        print(kmem.memory.current() >= 1000000)
-    """
-    status, output, errors = fresh_python.run(code, CXX=str(script))
-    assert (status, output) == (0, "False\n0\nTrue\n"), errors
-    assert errors.count("kmem: compiling") == num_calls(calls) == 1
+    script, calls = instant_compiler(tmp_path, building.find_library())
+    for _ in range(2):
+        status, output, errors = fresh_python.run(
+            FIRST_EXAMPLE, CXX=str(script)
+        )
+        assert (status, output) == (0, "True True\n"), errors
+        assert "kmem" not in errors
+    assert num_calls(calls) == 1
 
 
-def test_without_a_compiler_the_rest_works(fresh_python):
+@pytest.mark.parametrize(
+    "command", [("-m", "kmem"), ("-m", "kmem.cli"), ("kmem",)], ids=" ".join
+)
+def test_help_builds_nothing(compiler, monkeypatch, command):
+    monkeypatch.setattr(sys, "orig_argv", ["python", *command, "--help"])
+    name = command[0] if command[0] == "-m" else f"/usr/bin/{command[0]}"
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    native.prepare_on_import()
+    assert num_calls(compiler) == 0
+
+
+def test_a_command_builds_before_its_first_operation(
+    native_library, fresh_python, tmp_path, saved_model
+):
+    script, calls = instant_compiler(tmp_path, building.find_library())
     status, output, errors = fresh_python.run(
-        """
-        import keras
-        import kmem
-        import numpy as np
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
-        try:
-            kmem.memory.limit("1GB", device="CPU")
-        except RuntimeError as error:
-            print("apt-get install g++" in str(error))
+        f"""
+        import sys
+        sys.argv = ["kmem", "plan", {saved_model!r}, "--batch", "8"]
+        from kmem import cli
+        from kmem import native
+        print(native.is_registered())
+        print(cli.main(), native.is_registered())
         """,
-        PATH="",
-        CXX="",
+        CXX=str(script),
     )
-    assert (status, output) == (0, "True\n"), errors
+    assert status == 0, errors
+    assert output.startswith("False\n") and output.endswith("0 True\n")
+    assert num_calls(calls) == 1
+
+
+EVERYTHING_ELSE = """
+    import sys
+    import warnings
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    {first}
+    import kmem
+
+    def made():
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(64, "tanh") for _ in range(8)]
+        model = keras.Sequential([keras.Input((64,)), *layers])
+        model.compile("sgd", "mse")
+        return kmem.wrap(model)
+
+    x = np.random.default_rng(0).normal(size=(4096, 64)).astype("float32")
+
+    def fit(**options):
+        model = made()
+        model.fit(x, x, 4096, shuffle=False, verbose=0, **options)
+        return model
+
+    def distance(model):
+        pairs = zip(plain.get_weights(), model.get_weights(), strict=True)
+        return max(abs(one - other).max() for one, other in pairs)
+
+    def refused(run):
+        try:
+            run()
+        except RuntimeError as error:
+            return {reason!r} in str(error)
+
+    plain = fit()
+    assert distance(fit(microbatches=4)) < 1e-6
+    assert distance(fit(gradient_accumulation_steps=2)) == 0
+    assert distance(fit(mixed_precision="bfloat16")) < 1e-2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert distance(fit(remat=0.8)) == 0
+        assert distance(fit(remat="auto")) == 0
+        easy = fit(memory_budget="8GB")
+        assert distance(easy) == 0
+        tight = fit(memory_budget="18MB")
+        assert distance(tight) < 1e-6
+        plan = kmem.plan(made(), (x, x), 0.8)
+        assert plan.segments
+        assert plan.highest_peak_bytes <= 0.8 * plan.unplanned_peak_bytes
+        assert kmem.profile(made(), (x, x)).operations[0].forward_seconds > 0
+    texts = [str(each.message) for each in caught]
+    texts = [text for text in texts if "kmem cannot count" in text]
+    assert len(texts) == 1 and {reason!r} in texts[0], texts
+    assert not easy.memory_report.is_measured
+    assert easy.memory_report.chosen.options == easy.memory_report.plain.options
+    assert tight.memory_report.chosen.options.num_parts > 1
+    assert tight.memory_report.chosen.predicted_peak_bytes < 18e6
+    assert "is not undone" in tight.memory_report.summary()
+    try:
+        fit(memory_budget="1MB")
+    except ValueError as error:
+        assert "`memory_budget` must be at least" in str(error), error
+    model = made()
+    weights = model.get_weights()
+    assert refused(lambda: model.fit(x, x, verbose=0, dtr=True))
+    assert all(map(np.array_equal, weights, model.get_weights()))
+    assert refused(lambda: kmem.memory.peak("CPU"))
+    assert refused(lambda: kmem.memory.limit("1GB", "CPU"))
+    print(easy.memory_report.chosen.predicted_peak_bytes)
+"""
+
+
+@pytest.fixture(scope="module")
+def counted_peak_bytes():
+    """The peak of the steps above, where bytes are counted."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(64, "tanh") for _ in range(8)]
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    model.compile("sgd", "mse")
+    x = np.zeros((4096, 64), "float32")
+    model = kmem.wrap(model)
+    model.fit(x, x, 4096, verbose=0, memory_budget="8GB")
+    report = model.memory_report
+    return report.chosen.predicted_peak_bytes - report.in_use_bytes
+
+
+@pytest.mark.parametrize(
+    ("first", "compiler", "reason"),
+    [
+        ("", "/bin/false", "The C++ compiler failed"),
+        ("", "/nowhere/c++", "kmem needs a C++ compiler"),
+        ("tf.constant(1.0) + 1.0", None, "before the first TensorFlow"),
+    ],
+    ids=["fails", "none", "late"],
+)
+def test_where_bytes_cannot_be_counted_they_are_predicted(
+    native_library,
+    counted_peak_bytes,
+    fresh_python,
+    tmp_path,
+    first,
+    compiler,
+    reason,
+):
+    if compiler is None:
+        script, _ = instant_compiler(tmp_path, building.find_library())
+        compiler = str(script)
+    code = EVERYTHING_ELSE.format(first=first, reason=reason)
+    status, output, errors = fresh_python.run(code, CXX=compiler)
+    assert status == 0, errors
+    # Beside what other tests left in memory.
+    assert int(output) == pytest.approx(counted_peak_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +494,6 @@ def test_too_late_is_a_clear_error(native_library, python, tmp_path, before):
 
 def test_sources_are_found_in_an_installed_package(tmp_path, monkeypatch):
     package = tmp_path / "kmem"
-    shutil.copytree(native.sources_folder(), package / "custom_ops")
-    monkeypatch.setattr(native, "__file__", str(package / "native.py"))
-    assert native.sources_folder() == package / "custom_ops"
+    shutil.copytree(building.sources_folder(), package / "custom_ops")
+    monkeypatch.setattr(building, "__file__", str(package / "building.py"))
+    assert building.sources_folder() == package / "custom_ops"

@@ -59,3 +59,16 @@ def test_a_budget_must_be_a_size_or_a_share(trace, budget, capsys):
     message = capsys.readouterr().err
     assert "argument --budget: must be a size such as 500MB" in message
     assert message.endswith(f"Received: {budget}\n")
+
+
+def test_a_file_that_is_no_trace_exits_with_2(tmp_path, capsys):
+    path = tmp_path / "step.log"
+    path.write_text("no trace", encoding="utf-8")
+    assert cli.main(["simulate", str(path)]) == 2
+    assert "step.log, line 1: no trace" in capsys.readouterr().err
+
+
+def test_an_empty_trace_takes_nothing(tmp_path, capsys):
+    path = write(tmp_path / "step.log", [])
+    assert cli.main(["simulate", str(path)]) == 0
+    assert "peak 0 B" in capsys.readouterr().out

@@ -1,6 +1,9 @@
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
+from kmem.checks import budget
 from kmem.units import format_size
 from kmem.units import parse_size
 
@@ -17,6 +20,8 @@ from kmem.units import parse_size
         (" 1.5 gb ", 1_500_000_000),
         (".5KiB", 512),
         ("2TB", 2 * 10**12),
+        ("9007199254740993B", 2**53 + 1),
+        (2**63 - 1, 2**63 - 1),
     ],
 )
 def test_sizes_are_bytes_in_powers_of_ten_or_two(size, num_bytes):
@@ -26,7 +31,8 @@ def test_sizes_are_bytes_in_powers_of_ten_or_two(size, num_bytes):
 @pytest.mark.parametrize(
     "size",
     ["5 GBs", "GB", "", "-1GB", "0MB", "1e3MB", "nanGB", "5", 0, -1, 1.5, True]
-    + [float("nan"), None, [5], b"5GB"],
+    + [float("nan"), float("inf"), None, [5], b"5GB", np.True_, np.float64(5)]
+    + [2**63, 2**64 + 5, 10**400, "1e400GB", "9" * 400 + "GB", "10000000TB"],
 )
 def test_anything_else_is_refused_with_its_value(size):
     with pytest.raises(ValueError, match="positive number of bytes") as error:
@@ -48,3 +54,18 @@ def test_anything_else_is_refused_with_its_value(size):
 )
 def test_bytes_are_written_for_people(num_bytes, text):
     assert format_size(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    "size",
+    [2**64, 10**400, Fraction(10**400, 3), True, 0.0, -0.5, 1.5]
+    + [float("nan"), float("inf"), np.float32("nan"), "0.5"],
+)
+def test_a_budget_is_a_size_or_a_share(size):
+    with pytest.raises(ValueError, match="Received: memory_budget="):
+        budget(size, "memory_budget")
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert budget(np.int64(5), "memory_budget") == 5
+    assert budget(np.float32(0.5), "memory_budget") == 0.5

@@ -11,12 +11,21 @@ import gzip
 import json
 import os
 import pathlib
+import zlib
+from collections.abc import Iterator
 
 import numpy as np
 
 # Of custom_ops/dtr/simulate.h.
 _CONSTANT, _CALL, _RETAIN, _RELEASE = range(4)
 _OWN_STORAGE = -1
+# Of bytes or nanoseconds, in all: 4,600 petabytes, or a century.
+_MOST = 2**62
+_MALFORMED = (
+    *(ValueError, KeyError, IndexError, TypeError),
+    *(OverflowError, RecursionError),
+)
+_UNREADABLE = EOFError, gzip.BadGzipFile, zlib.error, UnicodeDecodeError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,20 +57,53 @@ def read_program(path: str | os.PathLike[str]) -> Program:
     Raises:
         ValueError: If a line is not as the format has it. It names the line.
     """
-    reader = _Reader()
     path = pathlib.Path(path)
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                reader.read(json.loads(line))
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                raise ValueError(
-                    "A trace must hold one instruction of the format on each "
-                    f"line. Received: {path.name}, line {number}: "
-                    f"{line.strip()[:200]} ({error!r})"
-                ) from error
+    reader = _Reader()
+    for number, line in _lines(path):
+        try:
+            reader.read(json.loads(line))
+        except _MALFORMED as error:
+            raise ValueError(
+                "A trace must hold one instruction of the format on each "
+                f"line. Received: {path.name}, line {number}: "
+                f"{line.strip()[:200]} ({error!r})"
+            ) from error
+    if reader.is_amid:
+        raise ValueError(
+            f"A trace must end with a whole instruction. Received: {path.name}"
+        )
     return reader.program()
+
+
+def _lines(path: pathlib.Path) -> Iterator[tuple[int, str]]:
+    """A file's lines, with their numbers from 1 on."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opened(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                yield number, line
+    except _UNREADABLE as error:
+        raise ValueError(
+            "A trace must be text in UTF-8, or such text compressed by gzip "
+            f"in a file that ends in .gz. Received: {path.name}, from line "
+            f"{number + 1} on: {error}"
+        ) from error
+
+
+def _number(value: str | int | float) -> int:
+    """Bytes or nanoseconds, of which there are not too many to add up."""
+    number = int(value)
+    if not 0 <= number <= _MOST:
+        raise ValueError(f"must be a number from 0 to {_MOST}")
+    return number
+
+
+def _names(values: list) -> list[str]:
+    is_list = isinstance(values, list)
+    if not (is_list and all(isinstance(value, str) for value in values)):
+        raise ValueError("names must be a list of texts")
+    return values
 
 
 class _Reader:
@@ -76,21 +118,27 @@ class _Reader:
         self.pending: list[str] = []  # Results of the call that are to come.
         self.bytes = 0
         self.constant_bytes = 0
+        self.made_bytes = 0
         self.nanoseconds = 0
         self.num_operators = 0
+
+    @property
+    def is_amid(self) -> bool:
+        """Whether an instruction has not ended."""
+        return bool(self.pending) or self.constant is not None
 
     def read(self, line: dict) -> None:
         instruction = line["INSTRUCTION"]
         if instruction == "MEMORY":
-            self._memory(line["NAME"], int(line["MEMORY"]))
+            self._memory(line["NAME"], _number(line["MEMORY"]))
         elif instruction == "ALIAS":
             self._result(line["NAME"], int(line["ALIAS"]))
-        elif self.pending or self.constant:
+        elif self.is_amid:
             raise ValueError("sizes of what was made must come first")
         elif instruction == "CONSTANT":
-            self.constant = line["NAME"]
+            (self.constant,) = _names([line["NAME"]])
         elif instruction == "CALL":
-            self.pending = list(reversed(line["RESULT"]))
+            self.pending = _names(line["RESULT"])[::-1]
             self._call(line, num_outputs=len(self.pending))
         elif instruction == "MUTATE":
             self._mutate(line)
@@ -102,8 +150,6 @@ class _Reader:
             raise ValueError("no such instruction")
 
     def _memory(self, name: str, num_bytes: int) -> None:
-        if num_bytes < 0:
-            raise ValueError("bytes must not be negative")
         if self.constant is None:
             self.bytes = num_bytes
         elif name == self.constant:
@@ -115,12 +161,10 @@ class _Reader:
             raise ValueError("not the bytes of the constant")
 
     def _call(self, line: dict, num_outputs: int) -> None:
-        nanoseconds = int(line["TIME"])
-        if nanoseconds < 0:
-            raise ValueError("time must not be negative")
-        inputs = [self.names[name] for name in line["ARGS"]]
+        nanoseconds = _number(line["TIME"])
+        inputs = [self.names[name] for name in _names(line["ARGS"])]
         self.call = {**line, "inputs": inputs}
-        self.nanoseconds += nanoseconds
+        self.nanoseconds = _number(self.nanoseconds + nanoseconds)
         self.num_operators += 1
         self.numbers += (_CALL, nanoseconds, len(inputs), *inputs, num_outputs)
 
@@ -137,7 +181,7 @@ class _Reader:
 
     def _mutate(self, line: dict) -> None:
         self._call(line, num_outputs=len(line["MUTATE"]))
-        changed = [line["ARGS"][index] for index in line["MUTATE"]]
+        changed = [line["ARGS"][_number(index)] for index in line["MUTATE"]]
         sizes = [self.sizes[self.names[name]] for name in changed]
         for num_bytes in sizes:
             self.numbers += (num_bytes, _OWN_STORAGE)
@@ -150,9 +194,11 @@ class _Reader:
         self.numbers += (_RETAIN, tensor)
         if rebinds:
             self.numbers += (_RELEASE, self.names.pop(line["DST"]))
-        self._name(line["DST"], tensor)
+        (name,) = _names([line["DST"]])
+        self._name(name, tensor)
 
     def _make(self, name: str, num_bytes: int) -> None:
+        self.made_bytes = _number(self.made_bytes + num_bytes)
         self.sizes.append(num_bytes)
         self._name(name, len(self.sizes) - 1)
 
@@ -162,8 +208,6 @@ class _Reader:
         self.names[name] = tensor
 
     def program(self) -> Program:
-        if self.pending or self.constant:
-            raise ValueError("A trace must end with a whole instruction.")
         return Program(
             numbers=np.array(self.numbers, np.int64),
             constant_bytes=self.constant_bytes,

@@ -58,6 +58,8 @@ class BudgetFailed(ValueError):
 
 
 class NativeOptions(ctypes.Structure):
+    """A number that does not fit in its field is refused, not cut off."""
+
     # In the order of Options in custom_ops/dtr/runtime.h.
     _fields_ = [
         ("threshold_bytes", ctypes.c_int64),
@@ -66,6 +68,14 @@ class NativeOptions(ctypes.Structure):
         ("sqrt_sampling", ctypes.c_bool),
         ("seed", ctypes.c_uint64),
     ]
+
+    def __init__(self, **fields: int):
+        super().__init__(**fields)
+        for name, value in fields.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"`{name}` must fit in 64 bits. Received: {name}={value}"
+                )
 
 
 class NativeStatistics(ctypes.Structure):

@@ -2,12 +2,14 @@
 
 Bytes that are kept come from the traced graph of the call and its gradient:
 what the gradient's operations read of the forward pass's. Working memory is
-measured, since only the kernels know it; time is measured, or computed from
-the number of floating point operations and of bytes moved. XLA's kernels are
+measured, since only the kernels know it (where bytes cannot be counted: what
+the graph makes); time is measured, or computed from the number of floating
+point operations and of bytes moved. XLA's kernels are
 others than TensorFlow's, so for a step that is compiled each call is. What
 this module does not do: see what is fused across layers.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -111,11 +113,21 @@ class _Step:
         self._parameter_bytes = sum(num_bytes(v.value) for v in variables)
 
     def cost(self, measured: bool, compiled: bool) -> Cost:
-        run = _run_compiled if compiled else _run_looped
         both = _Backward(self._run, self._variables)
         traced = both.trace(self._inputs, self._results)
-        forward_run = run(self._run, self._inputs)
-        backward_run = run(both.run, self._inputs, self._results)
+        forward = releasing.function(self._run)
+        forward = forward.get_concrete_function(self._inputs)
+        is_counted = memory.is_counted()
+        forward_run = backward_run = _Run(0.0, 0)
+        if measured or is_counted:
+            run = _run_compiled if compiled else _run_looped
+            forward_run = run(self._run, self._inputs)
+            backward_run = run(both.run, self._inputs, self._results)
+        forward_peak = forward_run.peak_bytes
+        backward_peak = backward_run.peak_bytes
+        if not is_counted:
+            forward_peak = _computed_peak_bytes(forward)
+            backward_peak = _computed_peak_bytes(traced)
         made = both.residual_bytes + both.gradient_bytes
         made += sum(num_bytes(self._results[i]) for i in both.kept_outputs)
         made += sum(
@@ -127,8 +139,6 @@ class _Step:
             seconds = forward_run.seconds
             gradient_seconds = backward_run.seconds - again * seconds
         else:
-            forward = releasing.function(self._run)
-            forward = forward.get_concrete_function(self._inputs)
             seconds = _computed_seconds(forward)
             gradient_seconds = _computed_seconds(traced) - seconds
         return Cost(
@@ -143,9 +153,9 @@ class _Step:
             backward_seconds=max(gradient_seconds, 0.0),
             forward_workspace_bytes=max(
                 0,
-                forward_run.peak_bytes - sum(map(num_bytes, self._results)),
+                forward_peak - sum(map(num_bytes, self._results)),
             ),
-            backward_workspace_bytes=max(0, backward_run.peak_bytes - made),
+            backward_workspace_bytes=max(0, backward_peak - made),
         )
 
 
@@ -324,14 +334,14 @@ def _measure(repeat: Callable[[int], Any]) -> _Run:
         return time.perf_counter() - begin
 
     seconds(1)
-    with memory.track() as usage:
+    counting = memory.track() if memory.is_counted() else None
+    with counting or contextlib.nullcontext() as usage:
         short = min(seconds(1) for _ in range(_NUM_RUNS))
     estimate = max(seconds(2) - short, 0.0)
     more = min(_MAX_REPEATS, 1 + int(_ENOUGH_SECONDS / (estimate + 1e-6)))
     long = min(seconds(1 + more) for _ in range(_NUM_RUNS))
-    return _Run(
-        max(0.0, long - short) / more, usage.peak_bytes - usage.start_bytes
-    )
+    peak_bytes = usage.peak_bytes - usage.start_bytes if usage else 0
+    return _Run(max(0.0, long - short) / more, peak_bytes)
 
 
 def _random(spec: tf.TensorSpec) -> tf.Tensor:
@@ -355,6 +365,32 @@ def _computed_seconds(function) -> float:
         if tensor.dtype != tf.resource
     )
     return flops / _FLOPS_PER_SECOND + moved / _BYTES_PER_SECOND
+
+
+def _computed_peak_bytes(function) -> int:
+    """What a graph makes, at its peak if its operations run in order."""
+    graph = function.graph
+    operations = graph.get_operations()
+    last_reader = {
+        root(tensor).ref(): number
+        for number, operation in enumerate(operations)
+        for tensor in operation.inputs
+    }
+    # Results stay.
+    results = {root(tensor).ref() for tensor in graph.outputs}
+    in_use = peak_bytes = 0
+    dies: dict[int, int] = {}
+    for number, operation in enumerate(operations):
+        for tensor in operation.outputs:
+            if root(tensor) is not tensor or not _is_memory(tensor):
+                continue
+            in_use += num_bytes(tensor)
+            if tensor.ref() not in results:
+                last = last_reader.get(tensor.ref(), number)
+                dies[last] = dies.get(last, 0) + num_bytes(tensor)
+        peak_bytes = max(peak_bytes, in_use)
+        in_use -= dies.get(number, 0)
+    return peak_bytes
 
 
 def _spec(tensor: tf.Tensor) -> tf.TensorSpec:

@@ -115,7 +115,7 @@ class Planned:
         Raises:
             ValueError: If no plan keeps the budget.
         """
-        in_use = memory.current()
+        in_use = memory.current() if self.has_budget else 0
         learned, run = Learned(self._chooser), None
         if rehearse is not None:
 
