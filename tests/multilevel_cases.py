@@ -83,7 +83,14 @@ class Reweighting:
     which no gradient flows, if `stopped`.
     """
 
-    def __init__(self, stopped=True, block=(), dtype="float64", **options):
+    def __init__(
+        self,
+        stopped=True,
+        block=(),
+        dtype="float64",
+        stopped_shares=False,
+        **options,
+    ):
         keras.utils.set_random_seed(0)
         policy = dict(dtype=dtype)
         self.classifier = keras.Sequential(
@@ -104,6 +111,7 @@ class Reweighting:
             name="reweight",
         )
         self.stopped = stopped
+        self.stopped_shares = stopped_shares
         self.dtype = dtype
         random = np.random.default_rng(1)
         # Of a size at which third derivatives do not matter.
@@ -126,7 +134,10 @@ class Reweighting:
     def weighted_loss(self, x, y):
         losses = self.losses(x, y)
         seen = ops.stop_gradient(losses) if self.stopped else losses
-        return ops.mean(self.reweight(seen[:, None])[:, 0] * losses)
+        shares = self.reweight(seen[:, None])[:, 0]
+        if self.stopped_shares:
+            shares = ops.stop_gradient(shares)
+        return ops.mean(shares * losses)
 
     def balanced_loss(self, x, y):
         return ops.mean(self.losses(x, y))

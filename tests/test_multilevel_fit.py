@@ -6,22 +6,26 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from keras import ops
+from multilevel_cases import MODES
 from multilevel_cases import Reweighting
 from multilevel_cases import Vector
+from multilevel_cases import two_levels
 
 import kmem
+from kmem.multilevel import Identity
 from kmem.multilevel import Level
 from kmem.multilevel import Program
+from kmem.multilevel import Unrolled
 from kmem.multilevel import peaks
 
 
-def program(**options):
+def program(stopped_shares=False, **options):
     """A small data reweighting, with layers that have a state."""
     block = [
         layers.BatchNormalization(dtype="float64"),
         layers.Dropout(0.3, dtype="float64", seed=1),
     ]
-    case = Reweighting(block=block)
+    case = Reweighting(block=block, stopped_shares=stopped_shares)
     made = Program(
         [
             Level(
@@ -104,6 +108,7 @@ def test_callbacks_and_validation_are_those_of_keras(tmp_path):
 
     assert len(history.epoch) == 2
     assert history.history.keys() == {
+        "loss",
         "classifier_loss",
         "reweight_loss",
         "val_accuracy",
@@ -127,6 +132,15 @@ def test_the_summary_shows_levels_edges_and_peaks():
     assert lower.startswith("classifier") and "Identity()" in lower
     assert lower.endswith("reads reweight")
     assert upper.startswith("reweight") and upper.endswith("reads classifier")
+
+
+def test_the_summary_estimates_unrolled_steps():
+    case = two_levels(lower={"hypergradient": Unrolled()})
+    lines = []
+
+    case.program.summary(case.data, print_fn=lines.append)
+
+    assert "Unrolled()" in lines[0]
 
 
 def test_an_estimate_takes_tensors_that_are_shown_together_one_by_one():
@@ -153,15 +167,64 @@ def test_a_copy_that_is_only_waited_for_holds_nothing_in_an_estimate():
     assert peaks.temporary_bytes(graph) == 2 * 400 + 4
 
 
-def test_edges_may_be_left_out():
-    made, data, case = program(edges=[("reweight", "classifier")])
-    before = case.reweight.get_weights()
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "case, edges",
+    [
+        # Without the classifier's way to the weights, nothing reaches them.
+        ({}, [("reweight", "classifier")]),
+        ({"stopped_shares": True}, "infer"),
+    ],
+)
+def test_a_level_that_no_gradient_reaches_is_named_before_anything_is_trained(
+    case, edges, mode
+):
+    made, data, case = program(edges=edges, **case)
+    made.compile(**MODES[mode])
+    before = case.classifier.get_weights()
 
-    made.fit(data, verbose=0)
+    with pytest.raises(ValueError, match="reaches level 'reweight'.*paths re"):
+        made.fit(data, verbose=0)
 
-    # Nothing reaches the weights any more.
-    for one, other in zip(case.reweight.get_weights(), before, strict=True):
+    for one, other in zip(case.classifier.get_weights(), before, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_loss_is_the_top_ones_and_no_number_once_any_is_none(number):
+    factors = [Vector([1.0], f"factor_{i}") for i in range(2)]
+    losses = [lambda x, f=f: ops.sum(x * f.entries) for f in factors]
+    levels = [
+        Level(model, loss, keras.optimizers.SGD(0.0))
+        for model, loss in zip(factors, losses, strict=True)
+    ]
+    made = Program(levels)
+    numbers = np.array([[1.0], [1.0], [1.0]]), np.array([[2.0], [2.0], [2.0]])
+    data = dict(zip(["factor_0", "factor_1"], numbers, strict=True))
+
+    def fit(**options):
+        sets = {
+            name: tf.data.Dataset.from_tensor_slices(each)
+            for name, each in data.items()
+        }
+        return made.fit(sets, verbose=0, **options).history
+
+    history = fit()
+    assert history["loss"] == history["factor_1_loss"] == [2.0]
+    data[f"factor_{number}"][1] = np.nan
+    seen = []
+    counting = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(batch)
+    )
+    fit(callbacks=[keras.callbacks.TerminateOnNaN(), counting])
+    assert seen == [0, 1]
+
+
+def test_a_program_without_a_validation_model_cannot_be_evaluated():
+    made, data, case = program()
+
+    with pytest.raises(ValueError, match=r"`program.levels\[0\].model`"):
+        made.evaluate(data["reweight"])
 
 
 def level(name="level", loss=None, start=(1.0,), **options):
@@ -226,7 +289,24 @@ def keeping():
         (lambda: fit([frozen()]), "trainable variables.*level 'frozen'"),
         (
             lambda: fit([level("rows", loss=lambda x: x)]),
-            r"must be a scalar.*level 'rows' with a loss of shape \(2,\)",
+            r"return a scalar.*level 'rows' with a loss of shape \(2,\)",
+        ),
+        (
+            lambda: fit([level("two", loss=lambda x: {"a": ops.mean(x)})]),
+            "add up several losses.*level 'two' with a loss of dict",
+        ),
+        (
+            lambda: fit([level("none", loss=lambda x: None)]),
+            "return a scalar.*level 'none' with a loss of NoneType",
+        ),
+        (lambda: level("one", loss={"a": "mse"}), r"such as `loss\(x, y\)`"),
+        (
+            lambda: level("one", hypergradient="darts"),
+            r"must be an object: `Identity\(\)`.*hypergradient='darts'",
+        ),
+        (
+            lambda: level("one", hypergradient=Identity),
+            r"must be an object: `Identity\(\)`.*Identity'>",
         ),
         (lambda: fit({level("one")}), "must be a list of levels, lowest first"),
         (

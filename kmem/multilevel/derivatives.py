@@ -71,6 +71,11 @@ class Derivatives(abc.ABC):
     def look_once(self, batch: Any) -> None:
         """Builds what the loss calls, and finds out about `state`."""
 
+    @property
+    def reached(self) -> set[int]:
+        """The `id` of each variable that a gradient was found for so far."""
+        return vars(self._local).setdefault("reached", set())
+
     def values(self) -> Tensors:
         """The values of its variables."""
         return passes.read(self.variables)
@@ -142,7 +147,8 @@ class Derivatives(abc.ABC):
                 with _watching(sources) as tape:
                     loss = self.loss_of(part)
                     scaled = _scaled(loss, scale)
-                found = _dense(tape.gradient(scaled, sources), sources)
+                found = tape.gradient(scaled, sources)
+            found = self._dense(found, sources, wrt)
             self._hold_back(found)
             return [loss, *found]
 
@@ -189,13 +195,14 @@ class Derivatives(abc.ABC):
                 with _watching(sources) as outer:
                     with _watching(own) as inner:
                         loss = _scaled(self.loss_of(part), scale)
-                    gradient = _dense(inner.gradient(loss, own), own)
+                    gradient = inner.gradient(loss, own)
+                    gradient = self._dense(gradient, own, self.variables)
                     self._hold_back(gradient, differentiated=True)
                 # Not of an inner product: ones for each weight would be kept.
                 found = outer.gradient(
                     gradient, sources, output_gradients=direction
                 )
-            found = _dense(found, sources)
+            found = self._dense(found, sources, wrt)
             self._hold_back(found)
             return found
 
@@ -269,6 +276,22 @@ class Derivatives(abc.ABC):
         if self._ordered:
             backward.hold_back(gradients, differentiated)
 
+    def _dense(
+        self, gradients: list, values: Tensors, variables: list
+    ) -> Tensors:
+        """Zeros for `None`, no `IndexedSlices`, and what they have reached."""
+        self.reached.update(
+            id(variable)
+            for gradient, variable in zip(gradients, variables, strict=True)
+            if gradient is not None
+        )
+        return [
+            zeros(value.shape, value.dtype)
+            if gradient is None
+            else tf.convert_to_tensor(gradient)
+            for gradient, value in zip(gradients, values, strict=True)
+        ]
+
     @contextlib.contextmanager
     def _explained(self):
         try:
@@ -290,16 +313,6 @@ def _watching(tensors: Tensors) -> Iterator[tf.GradientTape]:
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(tensors)
         yield tape
-
-
-def _dense(gradients: list, values: Tensors) -> Tensors:
-    """Zeros for `None`, and no `IndexedSlices`."""
-    return [
-        zeros(value.shape, value.dtype)
-        if g is None
-        else tf.convert_to_tensor(g)
-        for g, value in zip(gradients, values, strict=True)
-    ]
 
 
 def _scaled(loss: tf.Tensor, scale: tf.Tensor | None) -> tf.Tensor:

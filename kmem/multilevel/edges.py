@@ -131,3 +131,12 @@ def passed(tree: Tree) -> set[int]:
     for further in tree.values():
         found |= passed(further) if further else set()
     return found
+
+
+def routes(tree: Tree) -> list[list[int]]:
+    """The paths one by one, each the levels that it reaches in turn."""
+    return [
+        [level, *rest]
+        for level, further in tree.items()
+        for rest in (routes(further) if further else [[]])
+    ]

@@ -102,7 +102,16 @@ class Level(Derivatives):
             )
         if not callable(loss):
             raise ValueError(
-                f"`loss` must be a function of a batch. Received: loss={loss!r}"
+                "`loss` must be a function of a batch, such as `loss(x, y)`, "
+                f"that returns a scalar. Received: loss={loss!r}"
+            )
+        if isinstance(hypergradient, type) or not callable(
+            hypergradient or Identity()
+        ):
+            raise ValueError(
+                "`hypergradient` must be an object: `Identity()`, "
+                "`FiniteDifference()`, `Neumann()`, `ConjugateGradient()` or "
+                f"`Unrolled()`. Received: hypergradient={hypergradient!r}"
             )
         if clipnorm is not None and not (is_real(clipnorm) and clipnorm > 0):
             raise ValueError(
@@ -240,14 +249,7 @@ class Level(Derivatives):
         arguments = (batch,)
         if isinstance(batch, tuple | list):
             arguments = tuple(batch)
-        loss = losses.value(self.loss, arguments)
-        if loss.shape.rank != 0:
-            raise ValueError(
-                "A level's loss must be a scalar, the mean over the batch's "
-                "rows: end it with `keras.ops.mean`. Received: level "
-                f"'{self.name}' with a loss of shape {loss.shape}"
-            )
-        return loss
+        return losses.value(self.loss, arguments, self.name)
 
     def clipped(self, gradients: Tensors) -> Tensors:
         """Gradients as the optimizer gets them."""

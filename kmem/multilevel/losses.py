@@ -34,11 +34,25 @@ def giving_32_bits(models: list) -> Iterator[None]:
         yield
 
 
-def value(loss: Callable, arguments: tuple) -> tf.Tensor:
-    """What a loss is, in 32 bits at least."""
+def value(loss: Callable, arguments: tuple, name: str) -> tf.Tensor:
+    """What the loss of a level is, in 32 bits at least.
+
+    Raises:
+        ValueError: If that is no scalar.
+    """
     means: Any = loss_terms.Means()
     with loss_terms.recording(means):
-        return _in_32_bits(tf.convert_to_tensor(loss(*arguments)))
+        found = loss(*arguments)
+    is_number = isinstance(found, int | float) or keras.ops.is_tensor(found)
+    shape = tf.convert_to_tensor(found).shape if is_number else None
+    if shape is None or shape.rank != 0:
+        what = type(found).__name__ if shape is None else f"shape {shape}"
+        raise ValueError(
+            "A level's loss must return a scalar, the mean over the batch's "
+            "rows: add up several losses, and end with `keras.ops.mean`. "
+            f"Received: level '{name}' with a loss of {what}"
+        )
+    return _in_32_bits(tf.convert_to_tensor(found))
 
 
 @contextlib.contextmanager

@@ -32,7 +32,9 @@ class Program(keras.Model):
     `unroll_steps` before each update of the one above that reads it.
     Callbacks, `History`, `steps_per_execution` and checkpoints are Keras's:
     `save_weights` saves all of the levels' weights and optimizers. Logs hold
-    the mean of each level's loss as `<name>_loss`.
+    the mean of each level's loss as `<name>_loss`. `loss` is the top level's,
+    which is what a program minimizes, and not a number once any level's is
+    not: `TerminateOnNaN` and other callbacks look there.
 
     Args:
         levels: A list of `Level`s, lowest first. Levels that read each other
@@ -69,7 +71,7 @@ class Program(keras.Model):
     x, y = keras.random.normal((64, 8)), keras.random.normal((64, 1))
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
     history = program.fit({"model": data, "weigh": data}, epochs=2)
-    sorted(history.history)  # ["model_loss", "weigh_loss"]
+    sorted(history.history)  # ["loss", "model_loss", "weigh_loss"]
     ```
     """
 
@@ -161,6 +163,9 @@ class Program(keras.Model):
         self._parts = parts
         self.built = True
         rehearsing.keep_budgets(self, self._structure, rows)
+        if mode == "eager":
+            # Else a step is traced before any level is updated, too.
+            rehearsing.trace(self, self._structure, rows)
         self._prepared_for = prepared_for
 
     def summary(
@@ -278,7 +283,14 @@ class Program(keras.Model):
         for level in self.levels:
             level.steps.clear()
         releasing.forget_gradients()
-        return {tracker.name: tracker.result() for tracker in self._trackers}
+        return self.get_metrics_result()
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """The logs so far, the means of the levels' losses."""
+        logs: Any = {each.name: each.result() for each in self._trackers}
+        *below, top = logs.values()
+        # Zero times what is not finite is not a number.
+        return {"loss": top + sum(0.0 * loss for loss in below)} | logs
 
     def save_own_variables(self, store: Any) -> None:
         """Saves what Keras leaves out: the states of random numbers."""
@@ -305,6 +317,28 @@ class Program(keras.Model):
         for variable in self.weights:
             found.pop(id(variable), None)
         return list(found.values())
+
+    def evaluate(self, *args, **kwargs):
+        """Evaluates the `validation_model` of the last `fit`.
+
+        Args:
+            *args: As in `keras.Model.evaluate`.
+            **kwargs: Likewise.
+
+        Returns:
+            What the model's `evaluate` does.
+
+        Raises:
+            ValueError: If there was none.
+        """
+        if self._validation_model is None:
+            raise ValueError(
+                "A `Program` has several models: evaluate one of them, such "
+                "as `program.levels[0].model`, after it was compiled, or give "
+                "`fit` a `validation_model`. Received: program="
+                f"{self.name}, without a `validation_model`"
+            )
+        return super().evaluate(*args, **kwargs)
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """A step of the model that is validated."""

@@ -42,13 +42,7 @@ def keep_budgets(
     Raises:
         ValueError: If a level has no plan within its budget.
     """
-    count = program.distribute_strategy.num_replicas_in_sync
-    element = {
-        level.name: _stacked(batches.part_of(rows[level.name], count), number)
-        for level, number in zip(
-            structure.levels, structure.num_batches, strict=True
-        )
-    }
+    element = _element(program, structure, rows)
     # One that is ready, and one in the making.
     reserved = pipeline.ready_bytes(element, 2)
     for level in structure.levels:
@@ -59,6 +53,33 @@ def keep_budgets(
                 ),
                 reserved,
             )
+
+
+def trace(
+    program: keras.Model, structure: Structure, rows: dict[str, Any]
+) -> None:
+    """Traces a step, which finds out what is wrong, and runs nothing.
+
+    Args:
+        program: As in `keep_budgets`.
+        structure: Likewise.
+        rows: Likewise.
+    """
+    element = _element(program, structure, rows)
+    if program.distribute_strategy.num_replicas_in_sync == 1:
+        step = tf.function(program.train_step, autograph=False)
+        step.get_concrete_function(element)
+
+
+def _element(program, structure: Structure, rows: dict[str, Any]) -> dict:
+    """The types of what a replica's step is given."""
+    count = program.distribute_strategy.num_replicas_in_sync
+    return {
+        level.name: _stacked(batches.part_of(rows[level.name], count), number)
+        for level, number in zip(
+            structure.levels, structure.num_batches, strict=True
+        )
+    }
 
 
 def _rehearse(
@@ -85,9 +106,12 @@ def _without_passes(level: Level) -> Iterator[None]:
     """Within, a level's derivatives are other numbers of their shapes."""
 
     def loss_and_gradient(batch, wrt=None, at=None):
-        return tf.zeros([]), _stand_ins(level.variables if wrt is None else wrt)
+        wrt = level.variables if wrt is None else wrt
+        level.reached.update(map(id, wrt))
+        return tf.zeros([]), _stand_ins(wrt)
 
     def directional_gradient(batch, direction, wrt, at=None):
+        level.reached.update(map(id, wrt))
         # So that the direction, of another level, is computed.
         return _stand_ins(wrt, sum(map(tf.reduce_mean, direction)))
 

@@ -71,6 +71,9 @@ def gradient_bytes(
         round_ = Round(structure, data)
         for below, level in enumerate(structure.levels):
             round_.start_from(below, data[level.name])
+            # All alike: only their number counts.
+            step = round_.noted(below, level.values())
+            level.steps[:] = [step] * level.unroll_steps if step else []
         return round_.gradient(number, data[structure.levels[number].name])
 
     with contextlib.ExitStack() as stack:
@@ -78,6 +81,8 @@ def gradient_bytes(
             stack.enter_context(_in_one_part(level))
         traced = tf.function(gradient, autograph=False)
         graph = traced.get_concrete_function(parts).graph
+    for level in structure.levels:
+        level.steps.clear()
     level = structure.levels[number]
     # The sum over the parts.
     sums = level.num_parts > 1 and batches.num_bytes(level.variables)

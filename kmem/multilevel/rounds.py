@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
+from typing import NoReturn
 
 import keras
 import tensorflow as tf
@@ -23,6 +24,7 @@ from kmem.multilevel.edges import Edges
 from kmem.multilevel.edges import Tree
 from kmem.multilevel.edges import parents
 from kmem.multilevel.edges import paths
+from kmem.multilevel.edges import routes
 from kmem.multilevel.level import Level
 
 # From so many steps on they are a loop: a traced step is not small.
@@ -171,6 +173,13 @@ class Round:
         state = passes.read(self._levels[number].state)
         self._last[number] = _Last(batch, state)
 
+    def noted(self, number: int, gradients: Tensors) -> unrolled.Step | None:
+        """A level's update with its last batch, if steps are wanted."""
+        level, last = self._levels[number], self._last[number]
+        if not level.keeps_steps:
+            return None
+        return unrolled.noted(level, last.batch, last.state, gradients)
+
     def gradient(self, number: int, batch: Any) -> Tensors:
         """The gradient of a level's loss, along all paths.
 
@@ -183,6 +192,8 @@ class Round:
         wrt = [*level.variables]
         for other in tree:
             wrt += self._levels[other].variables
+        for each in self._levels:
+            each.reached.clear()
         with contextlib.ExitStack() as stack:
             scale = scaling.scale(self._structure.optimizers[number])
             for each in self._levels:
@@ -192,6 +203,8 @@ class Round:
             for other, vector in zip(tree, vectors, strict=True):
                 through = self._through(other, vector, tree[other], number)
                 total = list(map(tf.add, total, through))
+        if not self._arrives(number, {number: None, **tree}):
+            self._refuse_standing_still(number)
         if self._note is not None:
             self._note(number, loss)
         return total
@@ -212,12 +225,33 @@ class Round:
             total = list(map(tf.add, total, part)) if total else part
         return total
 
+    def _arrives(self, number: int, tree: Tree) -> bool:
+        """Whether there is a gradient along any path from a level."""
+        reached = self._levels[number].reached
+        return any(
+            not reached.isdisjoint(map(id, self._levels[other].variables))
+            and (further is None or self._arrives(other, further))
+            for other, further in tree.items()
+        )
+
+    def _refuse_standing_still(self, number: int) -> NoReturn:
+        names = [level.name for level in self._levels]
+        tree = {number: None, **self._structure.trees[number]}
+        received = ", ".join(
+            " -> ".join(names[each] for each in (number, *route))
+            for route in routes(tree)
+        )
+        raise ValueError(
+            "A level's loss must have a gradient with regard to its variables, "
+            "by itself or through levels below that read them. No gradient "
+            f"reaches level '{names[number]}'. Look for `stop_gradient`, "
+            "NumPy, integers or rounding in the losses on its paths, and at "
+            f"`edges` that are left out. Received: the paths {received}"
+        )
+
     def _apply(self, number: int, gradients: Tensors) -> None:
         level = self._levels[number]
-        step = None
-        if level.keeps_steps:
-            last = self._last[number]
-            step = unrolled.noted(level, last.batch, last.state, gradients)
+        step = self.noted(number, gradients)
         gradients = level.clipped(gradients)
         optimizer = self._structure.optimizers[number]
         scale = scaling.scale(optimizer)
