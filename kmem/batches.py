@@ -120,8 +120,18 @@ def to_json(batch) -> str:
 
 
 def from_json(text: str) -> Any:
-    """Reads what `to_json` wrote."""
-    return _from_json(json.loads(text))
+    """Reads what `to_json` wrote.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    try:
+        return _from_json(json.loads(text))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            "A plan's `batch` must be what `kmem.plan` wrote: make the plan "
+            f"again. Received: batch={text!r:.200}"
+        ) from error
 
 
 def describe(batch) -> str:

@@ -129,6 +129,14 @@ def are_joined(maker: tf.Operation, reader: tf.Operation) -> bool:
     if maker.type in _FUNCTIONS and reader.type in _FUNCTIONS:
         return True
     inputs = (*maker.inputs, *reader.inputs)
-    constant = any(tensor.op.type == "Const" for tensor in inputs)
+    constant = any(map(is_constant, inputs))
     pair = {maker.type, reader.type}
     return constant and pair <= _ARITHMETIC
+
+
+def is_constant(tensor: tf.Tensor) -> bool:
+    """Whether TensorFlow computes it when it makes the graph."""
+    inputs = tensor.op.inputs
+    return tensor.op.type == "Const" or (
+        len(inputs) > 0 and all(map(is_constant, inputs))
+    )

@@ -111,7 +111,7 @@ def hold_back(
         if weight_gradients.isdisjoint(stage):
             # Only the first part is begun beside the last weight gradient.
             beside = made[0]
-            for part in _parts(held):
+            for part in _parts(held, order):
                 others = [others[1], order.append(part, beside + others[1])]
                 beside = made[1]
         else:
@@ -168,12 +168,13 @@ class Order:
         members, last = set(part), dict.fromkeys(part)
         for op in part:
             sources = [tensor.op for tensor in op.inputs]
-            if members.isdisjoint(sources) and not _is_joined(op):
+            if members.isdisjoint(sources) and not self.is_joined(op):
                 self._waiting[-1].append(op)
                 _wait(op, before)
             for source in sources:
                 last.pop(source, None)
-        return [op for op in last if not _is_joined_with_reader(op)] or before
+        ends = [op for op in last if not self._is_joined_with_reader(op)]
+        return ends or before
 
     def finish(self, ops: list[tf.Operation]) -> None:
         """Makes the pass wait for operations that use up what it made.
@@ -199,6 +200,26 @@ class Order:
         self._stages.update(dict.fromkeys(ends, last))
         for op in next(filter(None, self._waiting[last + 2 :]), []):
             _wait(op, ends)
+
+    def is_joined(self, op: tf.Operation) -> bool:
+        """Whether TensorFlow joins it with others unless it has to wait."""
+        if joining.is_of_convolution(op) or self._is_joined_with_reader(op):
+            return True
+        return any(
+            len(self._readers(tensor)) == 1
+            and joining.are_joined(tensor.op, op)
+            for tensor in op.inputs
+        )
+
+    def _is_joined_with_reader(self, op: tf.Operation) -> bool:
+        """Whether TensorFlow joins it with what reads it unless others wait."""
+        readers = [reader for t in op.outputs for reader in self._readers(t)]
+        return len(readers) == 1 and joining.are_joined(op, readers[0])
+
+    def _readers(self, tensor: tf.Tensor) -> list[tf.Operation]:
+        """What reads a tensor, without what nobody needs: a tape gives a
+        constant a gradient, too."""
+        return [op for op in tensor.consumers() if op in self._stages]
 
 
 def _wait(op: tf.Operation, before: list[tf.Operation]) -> None:
@@ -229,7 +250,9 @@ def _stages(
     yield group
 
 
-def _parts(stage: list[tf.Operation]) -> Iterator[list[tf.Operation]]:
+def _parts(
+    stage: list[tf.Operation], order: Order
+) -> Iterator[list[tf.Operation]]:
     """Splits operations where a large array is begun: where none of the others
     is needed for it, or stays, as more than one operation reads it.
 
@@ -240,27 +263,11 @@ def _parts(stage: list[tf.Operation]) -> Iterator[list[tf.Operation]]:
     for op in stage:
         used = [tensor for tensor in op.inputs if tensor.op in part]
         begins = all(len(tensor.consumers()) > 1 for tensor in used)
-        if part and begins and _is_large(op) and not _is_joined(op):
+        if part and begins and _is_large(op) and not order.is_joined(op):
             yield part
             part = []
         part.append(op)
     yield part
-
-
-def _is_joined_with_reader(op: tf.Operation) -> bool:
-    """Whether TensorFlow joins it with what reads it unless others wait."""
-    readers = [reader for t in op.outputs for reader in t.consumers()]
-    return len(readers) == 1 and joining.are_joined(op, readers[0])
-
-
-def _is_joined(op: tf.Operation) -> bool:
-    """Whether TensorFlow joins it with others unless it has to wait."""
-    if joining.is_of_convolution(op) or _is_joined_with_reader(op):
-        return True
-    return any(
-        len(tensor.consumers()) == 1 and joining.are_joined(tensor.op, op)
-        for tensor in op.inputs
-    )
 
 
 def _sorted(

@@ -114,3 +114,9 @@ def test_made_up_numbers_have_the_shapes_of_a_batch():
 
 def test_a_batch_is_described_for_people():
     assert batches.describe((X, None, Y)) == "float32[32, 3], float32[32, 1]"
+
+
+@pytest.mark.parametrize("text", ["7", "{}", "[", '{"tuple": 7}', "[[32, 8]]"])
+def test_what_is_no_batch_in_json_is_refused(text):
+    with pytest.raises(ValueError, match="must be what `kmem.plan` wrote"):
+        batches.from_json(text)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import typing
 
 import numpy as np
 import pytest
@@ -50,6 +52,7 @@ NETWORK = Network(
     value_bytes=(*[VALUE_BYTES] * (NUM_LAYERS + 1), 4),
     inputs=frozenset({0}),
     lines=(tuple(range(NUM_LAYERS + 2)), (0, 2)),
+    shared=((0, 4),),
     resident_bytes=500,
 )
 NESTED = (Segment(0, 4, (Segment(0, 2),)),)
@@ -76,7 +79,9 @@ def saved(tmp_path, **changes):
     path = tmp_path / "plan.json"
     make_plan().save(path)
     content = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(content | changes), encoding="utf-8")
+    content["version"] = changes.pop("version", content["version"])
+    content["plan"] |= changes
+    path.write_text(json.dumps(content), encoding="utf-8")
     return path
 
 
@@ -165,19 +170,71 @@ def test_a_plan_is_loaded_as_it_was_saved(tmp_path, segments, budget_bytes):
     assert loaded.schedule == plan.schedule
 
 
-def test_every_field_of_a_stage_survives(tmp_path):
-    # Whatever a stage will hold, with a value that is not its default.
-    number = {"int": 7, "float": 0.25, "bool": False}
-    others = {
-        field.name: number[field.type]
-        for field in dataclasses.fields(Stage)
-        if field.type in number
-    }
-    stages = (layer(0, **others, passed=(0,)), *NETWORK.stages[1:])
-    network = dataclasses.replace(NETWORK, stages=stages)
-    plan = make_plan(network=network, segments=())
+def test_every_field_survives(tmp_path):
+    """Whatever it will hold, with a value that is not its default."""
+    others = {int: 7, float: 0.25, bool: False}
+
+    def differing(made):
+        kinds = typing.get_type_hints(type(made))
+        names = [
+            f.name for f in dataclasses.fields(made) if kinds[f.name] in others
+        ]
+        return dataclasses.replace(
+            made, **{name: others[kinds[name]] for name in names}
+        )
+
+    stage = differing(layer(0, shares=(1,), passed=(0,), gradients=(0,)))
+    network = dataclasses.replace(
+        differing(NETWORK), stages=(stage, *NETWORK.stages[1:])
+    )
+    plan = differing(make_plan(network=network, segments=()))
+    for each in (stage, network, plan):
+        for field in dataclasses.fields(each):
+            default = field.default
+            assert (
+                getattr(each, field.name) != default or field.name == "segments"
+            )
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def _mutated(content: bytes, random) -> bytes:
+    """A file with something in it replaced, left out or put in."""
+    pieces = [
+        *(b"NaN", b"-Infinity", b"1e999", b"1" + b"0" * 30, b"-1", b"null"),
+        *(b"[" * 5000, b"{", b"]", b'"', b"[]", b"{}", b"true", b"\xff\xfe"),
+        *(b"9" * 5000, b"0.5", b'"x"', b"", b"\\ud800"),
+    ]
+    number = list(re.finditer(rb"-?\d+(\.\d+)?|null|true|false", content))
+    for _ in range(random.integers(1, 3)):
+        if random.random() < 0.6:
+            match = number[random.integers(len(number))]
+            begin, end = match.span()
+        else:
+            begin, end = np.sort(random.integers(0, len(content), 2))
+            end = min(end, begin + random.integers(0, 20))
+        piece = pieces[random.integers(len(pieces))]
+        content = content[:begin] + piece + content[end:]
+    return content
+
+
+def test_a_file_that_was_changed_at_random_is_a_plan_or_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    make_plan().save(path)
+    content, random = path.read_bytes(), np.random.default_rng(0)
+    num_refused = 0
+    for _ in range(1000):
+        path.write_bytes(_mutated(content, random))
+        try:
+            plan = Plan.load(path)
+        except ValueError as error:
+            assert "A plan file must" in str(error)
+            num_refused += 1
+        else:
+            assert plan.summary() and plan.highest_peak_bytes >= 0
+            plan.save(path)
+            assert Plan.load(path) == plan
+    assert num_refused > 500
 
 
 def test_a_plan_replaces_an_older_one(tmp_path):
@@ -247,7 +304,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, content):
 
 def test_a_file_of_another_version_is_refused(tmp_path):
     path = saved(tmp_path, version=99)
-    with pytest.raises(ValueError, match="version 3: .* of version 99"):
+    with pytest.raises(ValueError, match="version 4: .* of version 99"):
         Plan.load(path)
 
 
@@ -273,7 +330,7 @@ def test_a_file_that_does_not_fit_together_is_refused(tmp_path, changes):
 def test_a_file_that_lacks_a_field_is_refused(tmp_path):
     path = saved(tmp_path)
     content = json.loads(path.read_text())
-    del content["mode"]
+    del content["plan"]["mode"]
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="damaged.*KeyError"):
         Plan.load(path)

@@ -233,7 +233,9 @@ def _over_absolute(x):
     "segments",
     [(), (Segment(0, 1), Segment(1, 2)), (Segment(0, 2, (Segment(0, 1),)),)],
 )
-@pytest.mark.parametrize("function", [keras.ops.gelu, _over_absolute])
+@pytest.mark.parametrize(
+    "function", [keras.ops.gelu, keras.ops.hard_silu, _over_absolute]
+)
 def test_an_operation_is_merged_with_its_gradient_as_in_plain_keras(
     function, segments
 ):

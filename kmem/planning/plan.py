@@ -7,21 +7,25 @@ replayed, drawn and compared wherever it is loaded; it is saved as JSON.
 import collections
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
+import types
+import typing
 from typing import Any
 
 from kmem import cache
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
-from kmem.planning.network import Stage
 from kmem.planning.simulate import Simulation
 from kmem.planning.simulate import simulate
 from kmem.units import format_size
 
 _FORMAT = "kmem plan"
-_VERSION = 3
+_VERSION = 4
+# No number of bytes, or of seconds, is as large as that.
+_TOO_LARGE = 2**63
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,19 +182,9 @@ class Plan:
         Args:
             path: A path, `.json`. The file appears whole or not at all.
         """
-        path = pathlib.Path(path)
-        fields = {name: getattr(self, name) for name in _SAVED_AS_THEY_ARE}
-        content = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            **fields,
-            "segments": [_from_segment(s) for s in self.segments],
-            "network": {
-                **dataclasses.asdict(self.network),
-                "inputs": sorted(self.network.inputs),
-            },
-        }
-        cache.write_whole(path, json.dumps(content))
+        content = {"format": _FORMAT, "version": _VERSION, "plan": self}
+        text = json.dumps(content, default=_to_json, allow_nan=False)
+        cache.write_whole(pathlib.Path(path), text)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":
@@ -201,13 +195,13 @@ class Plan:
 
         Raises:
             FileNotFoundError: If there is no such file.
-            ValueError: If it is no plan, is truncated, or is of another
+            ValueError: If it is no plan, is damaged, or is of another
                 version.
         """
         saved = pathlib.Path(path).read_bytes()
         try:
-            content = json.loads(saved)
-        except ValueError as error:
+            content = json.loads(saved, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 "A plan file must be JSON; this one is truncated or damaged. "
                 f"Make the plan again. Received: {path} ({error})"
@@ -224,59 +218,75 @@ class Plan:
                 f"{path} of version {content.get('version')!r}"
             )
         try:
-            return cls._from_json(content)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+            plan = _from_json(cls, content["plan"])
+            plan._check_numbers()
+        except (
+            *(ArithmeticError, AttributeError, LookupError, MemoryError),
+            *(RecursionError, TypeError, ValueError),
+        ) as error:
             raise ValueError(
                 "A plan file must hold all of a plan; this one is damaged. "
-                f"Make the plan again. Received: {path} ({error!r})"
+                f"Make the plan again. Received: {path} ({error!r:.200})"
             ) from error
-
-    @classmethod
-    def _from_json(cls, content: dict[str, Any]) -> "Plan":
-        drawn = content["network"]
-        network = Network(
-            stages=tuple(Stage(**_tuples(s)) for s in drawn["stages"]),
-            value_bytes=tuple(drawn["value_bytes"]),
-            inputs=frozenset(drawn["inputs"]),
-            lines=tuple(map(tuple, drawn["lines"])),
-            resident_bytes=drawn["resident_bytes"],
-            keeps_gradients=drawn["keeps_gradients"],
-        )
-        plan = cls(
-            network=network,
-            segments=tuple(map(_to_segment, content["segments"])),
-            **{name: content[name] for name in _SAVED_AS_THEY_ARE},
-        )
-        sizes = plan.predicted_peak_bytes, plan.spread_bytes
-        # Replayed, which finds what does not fit together.
-        if min(*plan.simulation.step_bytes, *sizes) < 0:
-            raise ValueError("negative sizes")
         return plan
 
+    def _check_numbers(self) -> None:
+        """Replays the plan, which finds what does not fit together."""
+        network, values = (
+            self.network,
+            set(range(len(self.network.value_bytes))),
+        )
+        for stage in network.stages:
+            own = {*stage.inputs, *stage.outputs, *stage.kept}
+            if not values.issuperset(own | {*stage.gradients, *stage.passed}):
+                raise ValueError("no such value")
+        places = set(range(len(network.stages) + 1))
+        if not places.issuperset(itertools.chain(*network.lines)):
+            raise ValueError("no such place")
+        if not places.issuperset(itertools.chain(*network.shared)):
+            raise ValueError("no such stage")
+        json.loads(self.batch)
+        sizes = self.predicted_peak_bytes, self.spread_bytes
+        if min(*self.simulation.step_bytes, *sizes) < 0:
+            raise ValueError("negative sizes")
 
-_SAVED_AS_THEY_ARE = (
-    "batch",
-    "mode",
-    "solver",
-    "budget_bytes",
-    "resident_bytes",
-    "lower_bound_seconds",
-    "spread_bytes",
-)
+
+def _to_json(value: Any) -> Any:
+    """A dataclass as its fields, whichever it has; a set in order."""
+    if isinstance(value, frozenset):
+        return sorted(value)
+    names = [field.name for field in dataclasses.fields(value)]
+    return {name: getattr(value, name) for name in names}
 
 
-def _from_segment(segment: Segment) -> list:
-    inner = [_from_segment(s) for s in segment.inner]
-    return [segment.start, segment.stop, inner]
+def _from_json(kind: Any, saved: Any) -> Any:
+    """A value of a type that a field has, from what `_to_json` made of it.
+
+    Raises:
+        KeyError: If a dataclass lacks a field.
+        TypeError: If it is of another type, or out of range.
+    """
+    arguments = typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        kinds = typing.get_type_hints(kind)
+        if set(saved) != set(kinds):
+            raise KeyError(*set(saved).symmetric_difference(kinds))
+        values = {name: _from_json(k, saved[name]) for name, k in kinds.items()}
+        return kind(**values)
+    if isinstance(kind, types.UnionType):
+        one = next(k for k in arguments if k is not type(None))
+        return None if saved is None else _from_json(one, saved)
+    if arguments and isinstance(saved, list):
+        made = [_from_json(arguments[0], each) for each in saved]
+        return typing.get_origin(kind)(made)
+    if kind is float and type(saved) is int:
+        saved = float(saved)
+    if type(saved) is not kind or (
+        kind in (int, float) and not abs(saved) < _TOO_LARGE
+    ):
+        raise TypeError(f"{kind} expected: {saved!r:.50}")
+    return saved
 
 
-def _to_segment(saved: list) -> Segment:
-    start, stop, inner = saved
-    return Segment(start, stop, tuple(map(_to_segment, inner)))
-
-
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in fields.items()
-    }
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of a plan")

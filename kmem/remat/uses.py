@@ -115,7 +115,7 @@ def _merged(
     }
 
     def read(op: tf.Operation) -> tuple:
-        return tuple(t.ref() for t in op.inputs if not _is_constant(t))
+        return tuple(t.ref() for t in op.inputs if not joining.is_constant(t))
 
     computed = {(other.type, read(other)) for _, other in both}
     readers = []
@@ -126,7 +126,7 @@ def _merged(
             copied = op.graph.create_op(
                 op.type,
                 [
-                    t if _is_constant(t) else of_first[t.ref()]
+                    t if joining.is_constant(t) else of_first[t.ref()]
                     for t in op.inputs
                 ],
                 [t.dtype for t in op.outputs],
@@ -135,14 +135,6 @@ def _merged(
             )
             readers += [_reader(t, []) for t in copied.outputs]
     return readers
-
-
-def _is_constant(tensor: tf.Tensor) -> bool:
-    """Whether TensorFlow computes it when it makes the graph."""
-    inputs = tensor.op.inputs
-    return tensor.op.type == "Const" or (
-        len(inputs) > 0 and all(map(_is_constant, inputs))
-    )
 
 
 def pairs(
