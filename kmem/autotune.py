@@ -40,7 +40,8 @@ class ImpossibleBudget(ValueError):
     """No step is known that keeps a `memory_budget`.
 
     Args:
-        budget_bytes: The budget.
+        budget: The budget, as it was given.
+        budget_bytes: What of it the device has.
         least: The smallest that was seen to be enough, and the options that
             keep it, if any was seen.
         left_bytes: What more is in memory when it is asked for.
@@ -53,6 +54,7 @@ class ImpossibleBudget(ValueError):
 
     def __init__(
         self,
+        budget: int | float,
         budget_bytes: int,
         least: tuple[int, MemoryOptions] | None,
         left_bytes: int,
@@ -72,7 +74,14 @@ class ImpossibleBudget(ValueError):
                 f"({format_size(smallest)}), the least that a step is known "
                 f"to need ({describe(self.options)})."
             )
-        super().__init__(f"{message} Received: memory_budget={budget_bytes}")
+        received = received_budget(budget, budget_bytes)
+        super().__init__(f"{message} Received: {received}")
+
+
+def received_budget(budget: int | float, budget_bytes: int) -> str:
+    """A budget as it was given, and in bytes, for an error message."""
+    given, in_bytes = f"memory_budget={budget!r}", f"{budget_bytes} bytes"
+    return f"{given} ({in_bytes}, {format_size(budget_bytes)})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +150,9 @@ def choose(
         # left its traces in memory.
         left = planner.in_use_bytes(model, batch, given) - in_use
         left = 2 * max(left, 0)
-        raise ImpossibleBudget(budget_bytes, search.least, left)
+        raise ImpossibleBudget(
+            options.memory_budget, budget_bytes, search.least, left
+        )
     best = search.best
     others = [choice for choice in search.tried if choice != best]
     others.sort(key=lambda choice: choice.predicted_seconds)

@@ -193,7 +193,7 @@ class BudgetedSession:
             _restore(state)
             way = describe(bucket.way.choice.options)
             self._event(f"A step ran out of memory ({way}) and was undone.")
-        raise _given_up(message)
+        raise self._given_up(message)
 
     def _step_with_others(self, bucket: _Bucket, batch):
         """Takes one step together with the other processes."""
@@ -205,7 +205,8 @@ class BudgetedSession:
                 None,
                 "A step ran out of memory, and processes that train in shards "
                 "cannot undo theirs: start them again, from the last "
-                f"checkpoint, with a smaller `memory_budget`. {message}",
+                f"checkpoint, with a smaller `memory_budget`. {message} "
+                f"Received: {self._received()}",
             )
         bucket.num_steps += 1
         if bucket.num_steps <= _NUM_AGREED:
@@ -268,7 +269,7 @@ class BudgetedSession:
         try:
             found = self._choose_in_training(bucket.batch)
         except (ValueError, tf.errors.ResourceExhaustedError) as error:
-            raise _given_up(message) from error
+            raise self._given_up(message) from error
         self._buckets.remove(bucket)
         self._enter(found)
         return found
@@ -304,6 +305,21 @@ class BudgetedSession:
         except tf.errors.ResourceExhaustedError:
             bucket.is_least = True
             self._event("Nothing that needs less is known.")
+
+    def _given_up(self, message: str) -> tf.errors.ResourceExhaustedError:
+        return tf.errors.ResourceExhaustedError(
+            None,
+            None,
+            "A step ran out of memory, in every way that is known to need "
+            "less as well. The model is as it was before the step: make the "
+            f"batch smaller or the budget larger. {message} Received: "
+            f"{self._received()}",
+        )
+
+    def _received(self) -> str:
+        return autotune.received_budget(
+            self._options.memory_budget, self._budget
+        )
 
     def _event(self, line: str) -> None:
         self._events.append(line)
@@ -347,16 +363,6 @@ def _restore(state: capture.State) -> None:
         except tf.errors.ResourceExhaustedError:
             gc.collect()
     state.restore()
-
-
-def _given_up(message: str) -> tf.errors.ResourceExhaustedError:
-    return tf.errors.ResourceExhaustedError(
-        None,
-        None,
-        "A step ran out of memory, in every way that is known to need less as "
-        "well. The model is as it was before the step: make the batch smaller "
-        f"or the budget larger. {message}",
-    )
 
 
 def _budget_bytes(options: MemoryOptions) -> int:

@@ -25,6 +25,24 @@ _UNITS = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*")
 
 
+class Size(int):
+    """Bytes that were written as text, which messages repeat."""
+
+    def __new__(cls, num_bytes: int, written: str):
+        made = super().__new__(cls, num_bytes)
+        made.written = written
+        return made
+
+    def __getnewargs__(self):
+        return int(self), self.written
+
+    def __repr__(self) -> str:
+        return repr(self.written)
+
+    def __str__(self) -> str:
+        return int.__repr__(self)
+
+
 def parse_size(size: int | str, name: str = "size") -> int:
     """Returns the bytes that `size` stands for.
 
@@ -34,7 +52,7 @@ def parse_size(size: int | str, name: str = "size") -> int:
         name: What to call the argument in an error message.
 
     Returns:
-        Bytes, a positive `int`.
+        Bytes, a positive `int`. Its `repr` is that of `size`.
 
     Raises:
         ValueError: If `size` is not a positive number of bytes, is more than
@@ -62,13 +80,15 @@ def parse_size(size: int | str, name: str = "size") -> int:
             num_bytes = round(fractions.Fraction(match[1]) * unit)
         except ValueError as error:  # Python reads so many digits only.
             raise ValueError(rule) from error
+    elif isinstance(size, Size):
+        return size
     elif isinstance(size, numbers.Integral) and not isinstance(size, bool):
         num_bytes = int(size)
     else:
         raise ValueError(rule)
     if not 0 < num_bytes <= MOST_BYTES:
         raise ValueError(rule)
-    return num_bytes
+    return Size(num_bytes, size) if isinstance(size, str) else num_bytes
 
 
 def format_size(num_bytes: float) -> str:

@@ -280,6 +280,18 @@ def test_an_impossible_budget_names_the_smallest_that_would_do(plain):
     assert max(peaks) <= smallest
 
 
+@pytest.mark.parametrize("budget", ["1KB", 1000, 1e-9])
+def test_an_impossible_budget_is_repeated_as_it_was_written(budget):
+    model = _model()
+    num_bytes = 1000 if budget != 1e-9 else int(1e-9 * kmem.memory.capacity())
+
+    with pytest.raises(ValueError) as raised:
+        _fit(model, memory_budget=budget)
+
+    received = f"Received: memory_budget={budget!r} ({num_bytes} bytes, "
+    assert received in str(raised.value)
+
+
 def _recurrent():
     """A model whose one large layer gains nothing by a plan, and a batch that
     is on the device."""

@@ -1,3 +1,6 @@
+import copy
+import json
+import pickle
 from fractions import Fraction
 
 import numpy as np
@@ -64,6 +67,23 @@ def test_bytes_are_written_for_people(num_bytes, text):
 def test_a_budget_is_a_size_or_a_share(size):
     with pytest.raises(ValueError, match="Received: memory_budget="):
         budget(size, "memory_budget")
+
+
+def test_a_size_is_repeated_as_it_was_written():
+    size = parse_size(" 1.5 gb ")
+    assert (size, repr(size), str(size)) == (
+        15 * 10**8,
+        "' 1.5 gb '",
+        "1500000000",
+    )
+    for same in (
+        copy.deepcopy(size),
+        pickle.loads(pickle.dumps(size)),
+        parse_size(size),
+    ):
+        assert (same, repr(same)) == (size, repr(size))
+    assert json.dumps([size]) == "[1500000000]"
+    assert repr(size + 0) == "1500000000"
 
 
 def test_numbers_of_numpy_are_numbers():
