@@ -80,8 +80,10 @@ class ImpossibleBudget(ValueError):
 
 def received_budget(budget: int | float, budget_bytes: int) -> str:
     """A budget as it was given, and in bytes, for an error message."""
-    given, in_bytes = f"memory_budget={budget!r}", f"{budget_bytes} bytes"
-    return f"{given} ({in_bytes}, {format_size(budget_bytes)})"
+    size = format_size(budget_bytes)
+    if repr(budget) != str(budget_bytes):
+        size = f"{budget_bytes} bytes, {size}"
+    return f"memory_budget={budget!r} ({size})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ import tensorflow as tf
 from kmem import autotune
 from kmem import batches
 from kmem import capture
+from kmem import layer_state
 from kmem import memory
 from kmem import pipeline
 from kmem.choices import MemoryReport
@@ -97,6 +98,7 @@ class BudgetedSession:
         self._buckets: list[_Bucket] = []
         self._bucket: _Bucket | None = None
         self._events: list[str] = []
+        self._has_warned = False
         self._plain_function: Any = None
         self._function: Any = None
 
@@ -144,6 +146,7 @@ class BudgetedSession:
         def train(iterator: Iterator):
             for _ in range(model.steps_per_execution):
                 logs = self._step(next(iterator))
+                self._tell_of_parts()
             return logs
 
         if guard:
@@ -305,6 +308,24 @@ class BudgetedSession:
         except tf.errors.ResourceExhaustedError:
             bucket.is_least = True
             self._event("Nothing that needs less is known.")
+
+    def _tell_of_parts(self) -> None:
+        """Says which layers see one part of a batch at a time; warns once."""
+        bucket: Any = self._bucket
+        session = bucket.way.session
+        num_parts = session.options.num_parts
+        # Known once a step was traced, in training if not in a rehearsal.
+        layers = session.gradient_step.layers_that_see_parts
+        names = tuple(layer.name for layer in layers if num_parts > 1)
+        if names == bucket.report.layers_that_see_parts:
+            return
+        bucket.report = dataclasses.replace(
+            bucket.report, layers_that_see_parts=names
+        )
+        self._show(bucket)
+        if not self._has_warned:
+            self._has_warned = True
+            layer_state.warn_of_parts(layers, num_parts)
 
     def _given_up(self, message: str) -> tf.errors.ResourceExhaustedError:
         return tf.errors.ResourceExhaustedError(

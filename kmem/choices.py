@@ -47,6 +47,9 @@ class MemoryReport:
         is_measured: Whether peaks were measured. Where bytes cannot be
             counted they are predicted, and a step that needs more is neither
             seen nor undone.
+        layers_that_see_parts: The layers whose numbers are not those of the
+            whole batch, as they see one of its parts at a time (batch
+            normalization): known after the first step.
     """
 
     budget_bytes: int
@@ -59,13 +62,17 @@ class MemoryReport:
     batch: str
     events: tuple[str, ...] = ()
     is_measured: bool = True
+    layers_that_see_parts: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """One line for the log."""
         line = self._what_is_done()
-        if self.is_measured:
-            return line
-        return f"{line}; predicted: a step that needs more is not undone"
+        if self.layers_that_see_parts:
+            line += "; one part at a time is seen by "
+            line += ", ".join(self.layers_that_see_parts)
+        if not self.is_measured:
+            line += "; predicted: a step that needs more is not undone"
+        return line
 
     def _what_is_done(self) -> str:
         chosen = f"memory_budget {format_size(self.budget_bytes)}: "

@@ -288,8 +288,36 @@ def test_an_impossible_budget_is_repeated_as_it_was_written(budget):
     with pytest.raises(ValueError) as raised:
         _fit(model, memory_budget=budget)
 
-    received = f"Received: memory_budget={budget!r} ({num_bytes} bytes, "
+    received = f"Received: memory_budget={budget!r} ("
     assert received in str(raised.value)
+    assert str(num_bytes) in str(raised.value)
+
+
+def test_layers_that_see_one_part_at_a_time_are_named_once():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((16,))
+    x = layers.BatchNormalization(name="norm")(inputs)
+    for _ in range(6):
+        x = layers.Dense(128, "tanh")(x)
+    model = keras.Model(inputs, layers.Dense(16)(x))
+    model.compile("sgd", "mse")
+    data = np.ones((4096, 16), "float32")
+
+    with pytest.warns(UserWarning) as warned:
+        kmem.wrap(model).fit(
+            *(data, data, 2048),
+            epochs=2,
+            verbose=0,
+            memory_budget=kmem.memory.current() + 6 * 10**6,
+        )
+
+    texts = [str(each.message) for each in warned]
+    (text,) = [text for text in texts if "one micro-batch at a time" in text]
+    assert "norm (BatchNormalization)" in text
+    report = model.memory_report
+    assert report.chosen.options.num_parts > 1
+    assert report.layers_that_see_parts == ("norm",)
+    assert "one part at a time is seen by norm" in report.summary()
 
 
 def _recurrent():
