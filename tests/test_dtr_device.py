@@ -54,6 +54,40 @@ def test_nothing_is_evicted_while_there_is_room():
     assert kmem.dtr.statistics().num_evictions == 0
 
 
+def test_a_recursive_program_of_small_tensors_keeps_a_threshold(monkeypatch):
+    monkeypatch.setattr(kmem.dtr, "evictee_minimum_size", "1MB")
+    leaves = tf.random.stateless_normal((32, 64, 64), (1, 2))
+    weights = tf.random.stateless_normal((128, 64), (3, 4)) / 12
+
+    def node(first, last):
+        """A tree's value, from those of its two halves."""
+        if first == last:
+            return tf.tanh(leaves[first])
+        middle = (first + last) // 2
+        halves = node(first, middle), node(middle + 1, last)
+        return tf.tanh(tf.matmul(tf.concat(halves, 1), weights))
+
+    def run():
+        gc.collect()
+        before = kmem.memory.current("CPU")
+        with kmem.memory.track("CPU") as usage, kmem.dtr.scope():
+            with tf.GradientTape() as tape:
+                tape.watch(weights)
+                total = tf.reduce_sum(node(0, 31) ** 2)
+            gradient = tape.gradient(total, weights).numpy()
+        return gradient, before, usage.peak_bytes
+
+    expected, before, peak = run()
+    assert peak - before > 2**20
+    kmem.dtr.eviction_threshold = before + int(0.6 * (peak - before))
+
+    gradient, _, peak = run()
+
+    assert peak <= kmem.dtr.eviction_threshold
+    assert kmem.dtr.statistics().num_evictions > 0
+    np.testing.assert_array_equal(gradient, expected)
+
+
 def test_the_peak_is_at_most_the_threshold():
     set_threshold(3)
     with kmem.memory.track("CPU") as usage, kmem.dtr.scope():

@@ -119,9 +119,10 @@ def test_a_forecast_adds_what_a_trace_does_not_know(tmp_path):
     assert (plenty.more_seconds, plenty.peak_bytes) == (0, 300)
     tight = known.of(kmem.DTR(270, evictee_minimum_size=0))
     assert (tight.more_seconds, tight.peak_bytes) == (1, 270)
-    # What is too small to be given up.
+    # What is small is given up where there is nothing else.
     large = known.of(kmem.DTR(270, evictee_minimum_size=41))
-    assert large.more_seconds == float("inf")
+    assert (large.more_seconds, large.peak_bytes) == (1, 270)
+    assert known.of(kmem.DTR(210)).more_seconds == float("inf")
 
     # Of 250 bytes that are in memory throughout, the step reads 10.
     unknown = Forecast([program, program], None, in_use=250)

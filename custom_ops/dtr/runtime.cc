@@ -18,7 +18,8 @@ Runtime::Runtime(Driver* driver, std::unique_ptr<Heuristic> heuristic,
     : driver_(driver),
       heuristic_(std::move(heuristic)),
       options_(options),
-      candidates_(options.sqrt_sampling, options.seed) {}
+      large_(options.sqrt_sampling, options.seed),
+      small_(options.sqrt_sampling, options.seed) {}
 
 Runtime::~Runtime() {
   for (const std::unique_ptr<Operator>& op : operators_) {
@@ -111,7 +112,10 @@ Status Runtime::MakeRoom(int64_t bytes) {
 bool Runtime::Evict() {
   Storage* storage;
   do {
-    storage = candidates_.Choose(*heuristic_, counts_.total_nanoseconds);
+    storage = large_.Choose(*heuristic_, counts_.total_nanoseconds);
+    if (storage == nullptr) {
+      storage = small_.Choose(*heuristic_, counts_.total_nanoseconds);
+    }
   } while (storage == nullptr && GiveWay());
   if (storage == nullptr) return false;
   ++counts_.num_evictions;
@@ -155,14 +159,15 @@ void Runtime::Undefine(Tensor& tensor) {
 
 void Runtime::UpdateCandidate(Storage& storage) {
   // To evict what has no bytes would gain nothing.
-  const bool could_go =
-      storage.resident && storage.locks == 0 && storage.recomputable() &&
-      storage.bytes >= std::max<int64_t>(options_.evictee_minimum_bytes, 1);
-  if (could_go == candidates_.Contains(storage)) return;
+  const bool could_go = storage.resident && storage.locks == 0 &&
+                        storage.recomputable() && storage.bytes > 0;
+  Candidates& candidates =
+      storage.bytes < options_.evictee_minimum_bytes ? small_ : large_;
+  if (could_go == candidates.Contains(storage)) return;
   if (could_go) {
-    candidates_.Insert(storage);
+    candidates.Insert(storage);
   } else {
-    candidates_.Erase(storage);
+    candidates.Erase(storage);
   }
 }
 
@@ -314,8 +319,8 @@ void Runtime::UnlockStorage(Storage& storage) {
 Statistics Runtime::statistics() const {
   Statistics statistics = counts_;
   statistics.num_operators = operators_.size();
-  statistics.num_accesses +=
-      heuristic_->num_accesses() + candidates_.num_accesses();
+  statistics.num_accesses += heuristic_->num_accesses() +
+                             large_.num_accesses() + small_.num_accesses();
   for (const std::unique_ptr<Operator>& op : operators_) {
     VisitStorages(*op, [&](const Storage& storage) {
       if (storage.resident && !storage.recomputable() &&

@@ -62,7 +62,7 @@ class Driver {
 struct Options {
   // Eviction keeps the driver's bytes at or below this.
   int64_t threshold_bytes = std::numeric_limits<int64_t>::max();
-  // Smaller storages are not looked at when one is to be evicted.
+  // Smaller storages are looked at only when no other could be evicted.
   int64_t evictee_minimum_bytes = 0;
   // The time of all recomputation, at most: an end to thrashing.
   int64_t recomputation_limit = std::numeric_limits<int64_t>::max();
@@ -187,7 +187,8 @@ class Runtime {
   Driver* const driver_;
   std::unique_ptr<Heuristic> heuristic_;
   Options options_;
-  Candidates candidates_;
+  Candidates large_;
+  Candidates small_;  // Below `evictee_minimum_bytes`.
   std::vector<std::unique_ptr<Operator>> operators_;
   // The last one runs again, or is the next to; each is for the one before.
   std::vector<Waiting> waiting_;

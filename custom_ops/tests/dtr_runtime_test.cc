@@ -205,15 +205,20 @@ void WhatIsNotPureNeverRunsAgain() {
   CHECK_TRUE(session.Make({}, 60) != nullptr);
 }
 
-void SmallStoragesAreLeftAlone() {
+void SmallStoragesGoLast() {
   Options options = Threshold(100);
   options.evictee_minimum_bytes = 20;
   Session session(options);
   Tensor* x = session.MakeSource(10);
   Tensor* small = session.Make({x}, 19);
   Tensor* large = session.Make({x}, 20);
-  CHECK_TRUE(session.Make({x}, 60) != nullptr);
+  Tensor* larger = session.Make({x}, 60);
   CHECK_TRUE(small->defined && !large->defined);
+  session.runtime.Retain(larger);
+  CHECK_TRUE(session.runtime.Lock({larger}).ok());
+  CHECK_TRUE(session.Make({x}, 30) != nullptr);
+  CHECK_TRUE(!small->defined && larger->defined);
+  session.runtime.Unlock({larger});
 }
 
 void AnOperatorThatFailsLeavesEveryCountRight() {
@@ -428,7 +433,7 @@ int main() {
   WhatIsBeingReadStays();
   NoRoomNamesTheSmallestThreshold();
   WhatIsNotPureNeverRunsAgain();
-  SmallStoragesAreLeftAlone();
+  SmallStoragesGoLast();
   AnOperatorThatFailsLeavesEveryCountRight();
   RecomputationHasALimit();
   AnInputGivesWayToWhatIsMadeForTheSameOperator();

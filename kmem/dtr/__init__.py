@@ -6,7 +6,8 @@ read by `enable` and `scope`:
 
 * `eviction_threshold`: the peak that is kept, in bytes or as `"5GB"`. 0
   evicts only when the device's own limit would be exceeded.
-* `evictee_minimum_size`: smaller tensors are kept.
+* `evictee_minimum_size`: smaller tensors are given up only when nothing else
+  is left.
 * `enable_sqrt_sampling`: look at about the square root of the candidates at
   each eviction.
 * `heuristic`: what is evicted first, see `kmem.DTR`.

@@ -107,7 +107,7 @@ def simulate(
         program: What to run.
         budget_bytes: The peak to keep; `None` if there is none.
         heuristic: What to give up first, one of `HEURISTICS`.
-        evictee_minimum_bytes: Smaller tensors are kept.
+        evictee_minimum_bytes: Smaller tensors go last.
         sqrt_sampling: Look at about the square root of the candidates.
         seed: Of what is drawn at random.
         slowdown_limit: When to give up, in times of the program.
