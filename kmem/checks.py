@@ -28,9 +28,11 @@ def is_real(value) -> bool:
 
 
 def positive_int(value, name: str) -> int:
-    if not (is_integer(value) and value > 0):
+    # TensorFlow counts in 32 bits in places.
+    if not (is_integer(value) and 0 < value < 2**31):
         raise ValueError(
-            f"`{name}` must be a positive integer. Received: {name}={value!r}"
+            f"`{name}` must be a positive integer, below 2**31. "
+            f"Received: {name}={value!r}"
         )
     return int(value)
 

@@ -10,7 +10,7 @@ import numbers
 import re
 
 # TensorFlow and the native library count bytes in 64 bits, with a sign.
-MOST_BYTES = 2**63 - 1
+_TOO_MANY = 2**63
 _UNITS = {
     "B": 1,
     "KB": 10**3,
@@ -68,8 +68,8 @@ def parse_size(size: int | str, name: str = "size") -> int:
     ```
     """
     rule = (
-        f"`{name}` must be a positive number of bytes, such as 500000000, "
-        f'"500MB", "5GB" or "5GiB". Received: {name}={size!r}'
+        f"`{name}` must be a positive number of bytes below 2**63, such as "
+        f'500000000, "500MB", "5GB" or "5GiB". Received: {name}={size!r}'
     )
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
@@ -86,7 +86,7 @@ def parse_size(size: int | str, name: str = "size") -> int:
         num_bytes = int(size)
     else:
         raise ValueError(rule)
-    if not 0 < num_bytes <= MOST_BYTES:
+    if not 0 < num_bytes < _TOO_MANY:
         raise ValueError(rule)
     return Size(num_bytes, size) if isinstance(size, str) else num_bytes
 

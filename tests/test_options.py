@@ -112,3 +112,13 @@ def test_options_do_not_change_once_made(option):
 
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(option, field.name, 1)
+
+
+@pytest.mark.parametrize("value", [2**31, 10**30, True, 1.0, float("inf")])
+@pytest.mark.parametrize(
+    "name", ["microbatches", "gradient_accumulation_steps"]
+)
+def test_a_count_is_one_that_tensorflow_can_hold(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` must be a positive int"):
+        kmem.MemoryOptions(**{name: value})
+    assert getattr(kmem.MemoryOptions(**{name: np.int64(4)}), name)
