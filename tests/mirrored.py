@@ -91,6 +91,29 @@ def deep(synchronized=False):
     return model, {"x": x, "y": x[:, :1], "batch_size": 512, "epochs": 1}
 
 
+def synchronized_in_16_bits(strategy):
+    """What was computed in while replicas took turns."""
+    with strategy.scope():
+        block = [layers.Dense(4), layers.BatchNormalization(synchronized=True)]
+        model = keras.Sequential([keras.Input((4,)), *block, Noting()])
+        model.compile("sgd", "mse")
+    x = np.ones((8, 4))
+    kmem.wrap(model).fit(x, x, mixed_precision="bfloat16", verbose=0)
+    return sorted({*model.layers[-1].dtypes})
+
+
+class Noting(layers.Layer):
+    """Notes the dtypes of its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def call(self, x):
+        self.dtypes.append(x.dtype.name)
+        return x
+
+
 def planned_errors(strategy):
     """A plan's errors against the same replicas without one, as each of them
     draws random numbers of its own."""
@@ -165,6 +188,7 @@ def main():
         left_behind(strategy, microbatches=2),
         left_behind(strategy, gradient_accumulation_steps=2),
     ]
+    results["16 bits"] = synchronized_in_16_bits(strategy)
     results["remat"] = planned_errors(strategy)
     results["refused"] = refusal(strategy)
     results["overflow of Keras's scale"] = (

@@ -47,6 +47,10 @@ def test_replicas_that_take_turns_leave_nothing_behind(results):
     assert results["left behind"] == [[[], 0.0]] * 2
 
 
+def test_layers_that_synchronize_replicas_compute_in_16_bits(results):
+    assert results["16 bits"][0] == "bfloat16"
+
+
 def test_a_plan_changes_nothing_on_two_replicas(results):
     assert max(results["remat"]) < 1e-12
 

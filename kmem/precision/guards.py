@@ -184,14 +184,17 @@ def _watching(layer):
     """Lets `_watch` see what a layer computes."""
     running = vars(_thread).setdefault("running", [])
     if not running:
-        op_callbacks.add_op_callback(_watch)
         eager = tf.executing_eagerly()
         _thread.graph = None if eager else tf.compat.v1.get_default_graph()
     running.append(layer)
+    # Each time, since replicas that come back from an all-reduce have lost it.
+    # Nothing happens if it is there.
+    op_callbacks.add_op_callback(_watch)
     try:
         yield
     finally:
         running.pop()
+        op_callbacks.add_op_callback(_watch)
         if not running:
             op_callbacks.remove_op_callback(_watch)
             _thread.graph = None
