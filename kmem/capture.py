@@ -131,7 +131,7 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
         ):
             stack.enter_context(patching.method(optimizer, name, replacement))
         inner = getattr(optimizer, "inner_optimizer", None)
-        for other in _optimizers(model):
+        for other in optimizers(model):
             if other is not optimizer and other is not inner:
                 change = patching.method(other, "apply", lambda _: refuse)
                 stack.enter_context(change)
@@ -255,7 +255,7 @@ def _nth_leaf(function, position: int):
     return keras.tree.flatten(function())[position]
 
 
-def _optimizers(model) -> Iterator[keras.optimizers.Optimizer]:
+def optimizers(model) -> Iterator[keras.optimizers.Optimizer]:
     for value in vars(model).values():
         if isinstance(value, dict):
             value = value.values()

@@ -2,8 +2,9 @@
 
 `launch` starts one process for each device of this machine, or joins those
 that a cluster has started, like torchrun and MegEngine's launcher. They find
-each other by TF_CONFIG, as TensorFlow's own clusters do. What this module does
-not do: share a model between them; that is `fit(sharding=...)`.
+each other by TF_CONFIG, as TensorFlow's own clusters do, and join before
+TensorFlow's first operation. What this module does not do: share a model
+between them; that is `fit(sharding=...)`.
 """
 
 import os
@@ -23,6 +24,7 @@ from kmem.launching import cluster
 from kmem.launching.attempts import RankFailed as RankFailed
 from kmem.sharding.checkpoint import load as load
 from kmem.sharding.checkpoint import save as save
+from kmem.sharding.engine import join_at_first_operation
 from kmem.sharding.together import save_weights as save_weights
 
 
@@ -77,10 +79,8 @@ def launch(
 
 
     def main():
-        strategy = kmem.ShardedStrategy()  # before TensorFlow's first operation
-        with strategy.scope():
-            model = build_and_compile()
-        return model.fit(x, y, sharding="full").history
+        model = build_and_compile()
+        return kmem.wrap(model).fit(x, y, sharding="full").history
 
 
     if __name__ == "__main__":
@@ -89,6 +89,7 @@ def launch(
     """
     check(restarts, network, grace_seconds)
     if cluster.join(os.environ):
+        join_at_first_operation()
         return [main()]
     gpus = visible_gpus()
     return attempts.run(
@@ -159,3 +160,8 @@ def _function_task(main: Callable) -> dict:
     # A secret of this process's, which pickles only for its own children.
     del preparation["authkey"]
     return {"function": function, "preparation": preparation}
+
+
+# Not in processes that this one may start: these are none of the ranks.
+if os.environ.pop(cluster.LAUNCHED, None):
+    join_at_first_operation()

@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         distributed.check(args.restarts, args.network, args.grace)
         if cluster.join(os.environ):
+            os.environ[cluster.LAUNCHED] = "1"
             command = [sys.executable, args.script, *args.arguments]
             os.execv(sys.executable, command)
         gpus = distributed.visible_gpus()

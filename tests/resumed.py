@@ -1,7 +1,7 @@
 """Trains, is killed in the middle, and goes on: a script for `kmem launch`.
 
-Its arguments are a folder, and options of `fit`. With `--killed` the last rank
-kills itself in the second epoch, once.
+Its arguments are a folder, and options of `fit`. In the second epoch the last
+rank sends itself a signal, once.
 """
 
 import argparse
@@ -38,11 +38,12 @@ def make_model():
     return kmem.wrap(model)
 
 
-class Killed(keras.callbacks.Callback):
-    """Ends its process without a word, unless it has done so before."""
+class Signalled(keras.callbacks.Callback):
+    """Sends its process a signal, unless it has done so before."""
 
-    def __init__(self, marker):
+    def __init__(self, name, marker):
         super().__init__()
+        self._signal = signal.Signals[name]
         self._marker = marker
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -51,7 +52,7 @@ class Killed(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if (self._epoch, batch) == (1, 2) and not self._marker.exists():
             self._marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._signal)
 
 
 def main():
@@ -59,16 +60,20 @@ def main():
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--save-freq", type=int, default=0)
     parser.add_argument("--stage")
+    parser.add_argument("--signal", default="SIGKILL")
+    parser.add_argument("--unsaved", action="store_true")
     args = parser.parse_args()
-    group = engine()
     model = make_model()
-    callbacks = [
-        kmem.callbacks.ShardedCheckpoint(
-            args.folder / "checkpoint", args.save_freq or "epoch"
-        )
-    ]
+    group = engine()
+    callbacks = []
     if group.rank == group.size - 1:
-        callbacks.append(Killed(args.folder / "killed"))
+        callbacks.append(Signalled(args.signal, args.folder / "signalled"))
+    if not args.unsaved:
+        callbacks.append(
+            kmem.callbacks.ShardedCheckpoint(
+                args.folder / "checkpoint", args.save_freq or "epoch"
+            )
+        )
     x, y = data()
     history = model.fit(
         x,

@@ -114,6 +114,7 @@ def _environments(network: Network, gpus: list[str]) -> list[dict[str, str]]:
             **os.environ,
             **network.environment,
             "TF_CONFIG": cluster.tf_config(network.addresses, rank),
+            cluster.LAUNCHED: "1",
             # What a rank prints is seen at once.
             "PYTHONUNBUFFERED": "1",
         }

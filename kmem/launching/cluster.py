@@ -6,9 +6,13 @@ addresses, so tasks must be distributed over the nodes in blocks, as they are
 by default. What this module does not do: reach another host.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import MutableMapping
+
+# Set in processes that join by themselves: those that `kmem launch` starts.
+LAUNCHED = "KMEM_LAUNCHED"
 
 # Below the ports that Linux gives to outgoing connections. Each job of a node
 # that several jobs share gets its own range, with room for a node's tasks.
@@ -31,10 +35,12 @@ def join(environment: MutableMapping[str, str]) -> bool:
         ValueError: If what the cluster says cannot be right.
     """
     if environment.get("TF_CONFIG"):
-        return num_workers(environment["TF_CONFIG"]) > 1
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return Cluster(environment["TF_CONFIG"]).size > 1
+    if "SLURM_STEP_NUM_TASKS" not in environment:
         return False
     try:
+        if _integer(environment, "SLURM_STEP_NUM_TASKS") < 2:
+            return False
         _join_slurm(environment)
     except KeyError as error:
         raise ValueError(
@@ -64,34 +70,101 @@ def visible_gpus(environment: MutableMapping[str, str]) -> list[str] | None:
     return named[0].split(",") if named else []
 
 
-def num_workers(config: str) -> int:
-    """How many processes a TF_CONFIG names that train together.
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """What a TF_CONFIG says.
+
+    Args:
+        config: The text.
+
+    Attributes:
+        jobs: The addresses of the tasks of each kind.
 
     Raises:
-        ValueError: If it is not one.
+        ValueError: If it is not a TF_CONFIG.
     """
-    try:
-        cluster = json.loads(config).get("cluster", {})
-        return sum(len(cluster.get(job, ())) for job in ("chief", "worker"))
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(
+
+    config: str
+
+    def __post_init__(self):
+        jobs = self.jobs
+        if not isinstance(jobs, dict) or not all(map(_is_list, jobs.values())):
+            raise self._error()
+
+    @property
+    def jobs(self) -> dict[str, list[str]]:
+        return self._parsed.get("cluster", {})
+
+    @property
+    def size(self) -> int:
+        """How many processes train together."""
+        return sum(len(self.jobs.get(job, ())) for job in ("chief", "worker"))
+
+    @property
+    def task(self) -> tuple[str, int]:
+        """The kind of this process, and its number among those.
+
+        Raises:
+            ValueError: If it is none of the cluster's.
+        """
+        task = self._parsed.get("task")
+        try:
+            kind, index = task["type"], int(task["index"])  # type: ignore
+            if index in range(len(self.jobs[kind])):
+                return kind, index
+        except (KeyError, TypeError, ValueError):
+            pass
+        raise self._error()
+
+    @property
+    def rank(self) -> int:
+        """This process's number among all."""
+        kind, index = self.task
+        before = len(self.jobs.get("chief", ())) if kind == "worker" else 0
+        return before + index
+
+    @property
+    def _parsed(self) -> dict:
+        try:
+            found = json.loads(self.config)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise self._error()
+        return found
+
+    def _error(self) -> ValueError:
+        return ValueError(
             "TF_CONFIG must be a JSON object with the addresses of all "
-            'workers, such as {"cluster": {"worker": ["a:2222", "b:2222"]}, '
-            f'"task": {{"type": "worker", "index": 0}}}}. Received: {config}'
-        ) from error
+            "workers, and which of them this process is, such as "
+            '{"cluster": {"worker": ["a:2222", "b:2222"]}, '
+            '"task": {"type": "worker", "index": 0}}. '
+            f"Received: {self.config}"
+        )
+
+
+def _is_list(addresses) -> bool:
+    return isinstance(addresses, list) and all(
+        isinstance(address, str) for address in addresses
+    )
 
 
 def _join_slurm(environment: MutableMapping[str, str]) -> None:
     hosts = _expand_hosts(environment["SLURM_STEP_NODELIST"])
     counts = _expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
-    rank = int(environment["SLURM_PROCID"])
-    node = int(environment["SLURM_NODEID"])
-    local = int(environment["SLURM_LOCALID"])
+    rank = _integer(environment, "SLURM_PROCID")
+    node = _integer(environment, "SLURM_NODEID")
+    local = _integer(environment, "SLURM_LOCALID")
     tasks = [
         (index, each)
         for index, count in enumerate(counts)
         for each in range(count)
     ]
+    if rank not in range(len(tasks)):
+        raise ValueError(
+            "SLURM_PROCID must be the number of one of the step's "
+            f"{len(tasks)} tasks. Received: SLURM_PROCID={rank}"
+        )
     if len(hosts) != len(counts) or tasks[rank] != (node, local):
         raise ValueError(
             "SLURM must distribute the tasks in blocks: "
@@ -99,13 +172,21 @@ def _join_slurm(environment: MutableMapping[str, str]) -> None:
             f"{rank} is number {local} on node {node} of {len(hosts)}, with "
             f"{environment['SLURM_STEP_TASKS_PER_NODE']} tasks per node"
         )
-    job = int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
+    job = _integer(environment, "SLURM_JOB_ID")
+    job += _integer(environment, "SLURM_STEP_ID")
     port = _FIRST_PORT + job % _NUM_RANGES * _PORTS_OF_JOB
     addresses = [f"{hosts[index]}:{port + each}" for index, each in tasks]
     environment["TF_CONFIG"] = tf_config(addresses, rank)
     gpus = visible_gpus(environment) or []
     if 1 < counts[node] <= len(gpus):
         environment["CUDA_VISIBLE_DEVICES"] = gpus[local]
+
+
+def _integer(environment: MutableMapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not re.fullmatch(r"\d+", text):
+        raise ValueError(f"{name} must be a number. Received: {name}={text}")
+    return int(text)
 
 
 def _expand_hosts(text: str) -> list[str]:

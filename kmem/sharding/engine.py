@@ -19,8 +19,9 @@ import contextlib
 import faulthandler
 import functools
 import hashlib
-import json
 import os
+import signal
+import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_collective_ops
 
+from kmem.launching.cluster import Cluster
 from kmem.sharding.watchdog import Watchdog
 from kmem.sharding.watchdog import is_watching
 
@@ -234,28 +236,58 @@ def engine() -> Engine:
             `worker`.
         RuntimeError: If TensorFlow runs already.
     """
-    config = json.loads(os.environ.get("TF_CONFIG") or "{}")
-    cluster = config.get("cluster", {})
-    others = sorted(cluster.keys() - {"chief", "worker"})
+    cluster = Cluster(os.environ.get("TF_CONFIG") or "{}")
+    others = sorted(cluster.jobs.keys() - {"chief", "worker"})
     if others:
         raise ValueError(
             "TF_CONFIG must have tasks of the kinds `chief` and `worker` "
             f"only. Received: {', '.join(others)}"
         )
-    num_chiefs = len(cluster.get("chief", ()))
-    size = num_chiefs + len(cluster.get("worker", ()))
-    if size < 2:
+    if cluster.size < 2:
         return Engine()
-    kind, number = config["task"]["type"], int(config["task"]["index"])
-    timeout = float(os.environ.get(_TIMEOUT, _TIMEOUT_SECONDS))
-    _join(cluster, timeout)
+    (kind, number), timeout = cluster.task, _timeout_seconds()
+    _join(cluster.jobs, timeout)
     gpu = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
     return _Group(
-        size,
-        rank=number + (num_chiefs if kind == "worker" else 0),
+        cluster.size,
+        cluster.rank,
         device=f"/job:{kind}/replica:0/task:{number}/device:{gpu}:0",
         timeout=timeout,
     )
+
+
+def join_at_first_operation() -> None:
+    """Has the processes join just before TensorFlow's first operation.
+
+    Nothing if TensorFlow runs already.
+    """
+    current: Any = context.context()
+
+    def join():
+        _without_joining(current)
+        engine()
+        current.ensure_initialized()
+
+    if current._context_handle is None:
+        current.ensure_initialized = join
+
+
+def _without_joining(current: Any) -> None:
+    vars(current).pop("ensure_initialized", None)
+
+
+def _timeout_seconds() -> float:
+    text = os.environ.get(_TIMEOUT, _TIMEOUT_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"{_TIMEOUT} must be a positive number of seconds. "
+            f"Received: {_TIMEOUT}={text}"
+        )
+    return seconds
 
 
 def _join(cluster: dict, timeout: float) -> None:
@@ -263,10 +295,11 @@ def _join(cluster: dict, timeout: float) -> None:
     current: Any = context.context()
     if current._context_handle is not None:
         raise RuntimeError(
-            "Processes must join before TensorFlow's first operation: make "
-            "the `kmem.ShardedStrategy()` at the start of the program. "
-            "Received: TensorFlow runs already."
+            "Processes must join before TensorFlow's first operation: under "
+            "`kmem launch` import kmem, else make a `kmem.ShardedStrategy()`, "
+            "at the start of the program. Received: TensorFlow runs already."
         )
+    _without_joining(current)
     leader = "chief" if "chief" in cluster else "worker"
     current.configure_coordination_service(
         service_type="standalone",
@@ -277,6 +310,7 @@ def _join(cluster: dict, timeout: float) -> None:
     # TensorFlow itself would wait for the others for ever, in a call during
     # which no other code of Python runs.
     standard_error = 2
+    ends = signal.getsignal(signal.SIGTERM)
     faulthandler.dump_traceback_later(timeout, exit=True, file=standard_error)
     try:
         # The object alone is enough: it starts the server, and finds the
@@ -284,6 +318,9 @@ def _join(cluster: dict, timeout: float) -> None:
         tf.distribute.MultiWorkerMirroredStrategy()
     finally:
         faulthandler.cancel_dump_traceback_later()
+    # TensorFlow's runtime takes the signal, and does nothing with it.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, ends)
 
 
 def _coded(tensor: tf.Tensor):

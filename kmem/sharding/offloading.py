@@ -10,7 +10,7 @@ import os
 import keras
 import tensorflow as tf
 
-from kmem.launching.cluster import num_workers
+from kmem.launching.cluster import Cluster
 from kmem.options import MemoryOptions
 from kmem.sharding import refusals
 from kmem.sharding.engine import Engine
@@ -25,7 +25,7 @@ def is_possible(model: keras.Model, options: MemoryOptions) -> bool:
     """
     # Several processes would have to do it together.
     config = os.environ.get("TF_CONFIG")
-    if options.sharding is not None or (config and num_workers(config) > 1):
+    if options.sharding is not None or (config and Cluster(config).size > 1):
         return False
     if not any(_is_elsewhere(v) for v in model.trainable_variables):
         return False

@@ -11,8 +11,10 @@ from typing import Any
 
 import keras
 
+from kmem.capture import optimizers
 from kmem.checks import positive_int
 from kmem.sharding import checkpoint
+from kmem.sharding import ending
 
 
 class ShardedCheckpoint(keras.callbacks.Callback):
@@ -24,11 +26,14 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     a script that is started again, as by `kmem launch --restarts 3`, needs no
     more than this callback. `History` has the epochs since then.
 
+    SIGTERM, by which clusters end a job, ends the training after its step, or
+    after validation, once that is saved: in all processes, whichever of them
+    it came to. A second one ends a process at once.
+
     Args:
         folder: Where to save. All processes must see it.
         save_freq: `"epoch"`, or how many batches from one checkpoint to the
-            next. With kmem's `gradient_accumulation_steps`, a multiple of
-            these: what was accumulated is not saved.
+            next. Where several batches make an update, it waits for that.
 
     Raises:
         ValueError: If an argument is not of this form.
@@ -69,9 +74,13 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._skipped = 0
         self._last_batch = -1
         self._unsaved = 0
+        self._updates = 0
+        self._ending: Any = None
 
     def on_train_begin(self, logs=None):
         self._skipped = self._unsaved = 0
+        self._ending = ending.Ending(self.model)
+        self._ending.begin()
         if not checkpoint.exists(self._folder):
             return
         model: Any = self.model
@@ -83,6 +92,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
+        self._updates = self._num_updates()
         self._last_batch = self._skipped - 1
         if self._skipped:
             self._skip(self._skipped)
@@ -91,22 +101,35 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self._unsaved += max(batch - self._last_batch, 0)
         self._last_batch = max(batch, self._last_batch)
-        if self._every is not None and self._unsaved >= self._every:
-            self._save(self._epoch, batch + 1)
+        before, self._updates = self._updates, self._num_updates()
+        ends = self._ending.is_near()
+        # Not amid the batches of an update: their sum is not saved.
+        if self._updates != before and (ends or self._is_due()):
+            self._save(self._epoch, self._last_batch + 1, ends)
 
     def on_epoch_end(self, epoch, logs=None):
-        if self._every is None:
-            self._save(epoch + 1, 0)
+        ends = self._ending.is_near()
+        if ends or self._every is None or self._is_due():
+            self._save(epoch + 1, 0, ends)
 
     def on_train_end(self, logs=None):
         model: Any = self.model
         model._initial_epoch = None
+        self._ending.end()
 
-    def _save(self, epoch: int, batch: int) -> None:
+    def _save(self, epoch: int, batch: int, ends: bool) -> None:
         self._unsaved = 0
         model: Any = self.model
         position = {"epoch": epoch, "batch": batch}
         checkpoint.save(model, self._folder, position)
+        if ends:
+            self._ending.come()
+
+    def _is_due(self) -> bool:
+        return self._every is not None and self._unsaved >= self._every
+
+    def _num_updates(self) -> int:
+        return sum(int(each.iterations) for each in optimizers(self.model))
 
     def _skip(self, num_batches: int) -> None:
         """Lets the epoch's first batches pass, which have been trained on."""
