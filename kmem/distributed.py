@@ -25,6 +25,7 @@ from kmem.launching.attempts import RankFailed as RankFailed
 from kmem.sharding.checkpoint import load as load
 from kmem.sharding.checkpoint import save as save
 from kmem.sharding.engine import join_at_first_operation
+from kmem.sharding.engine import join_no_more
 from kmem.sharding.together import save_weights as save_weights
 
 
@@ -90,7 +91,10 @@ def launch(
     check(restarts, network, grace_seconds)
     if cluster.join(os.environ):
         join_at_first_operation()
-        return [main()]
+        try:
+            return [main()]
+        finally:
+            join_no_more()
     gpus = visible_gpus()
     return attempts.run(
         _function_task(main),

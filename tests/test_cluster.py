@@ -52,7 +52,18 @@ def test_a_chief_is_a_worker():
     assert cluster.join({"TF_CONFIG": config})
 
 
-@pytest.mark.parametrize("config", ["{", "[]", '{"cluster": 3}'])
+@pytest.mark.parametrize(
+    "config",
+    [
+        "{",
+        "[]",
+        "null",
+        "3",
+        '{"cluster": 3}',
+        '{"cluster": {"worker": "a:1"}}',
+        '{"cluster": {"worker": [1, 2]}}',
+    ],
+)
 def test_a_wrong_tf_config_is_refused(config):
     with pytest.raises(ValueError, match="TF_CONFIG must be a JSON object"):
         cluster.join({"TF_CONFIG": config})
@@ -90,6 +101,38 @@ def test_lists_of_hosts_are_expanded(text, hosts):
 def test_tasks_that_are_not_in_blocks_are_refused():
     with pytest.raises(ValueError, match="--distribution=block"):
         cluster.join(slurm(1, 1, 0, "n[1-2]", "2(x2)", 4))
+
+
+@pytest.mark.parametrize("task", [None, [], {"type": "ps", "index": 0}])
+@pytest.mark.parametrize("index", [2, -1, None, "first"])
+def test_a_task_must_be_one_of_the_cluster(task, index):
+    if isinstance(task, dict) and index is not None:
+        task = {"type": "worker", "index": index}
+    config = json.loads(TWO_WORKERS) | {"task": task}
+    with pytest.raises(ValueError, match="which of them this process is"):
+        cluster.Cluster(json.dumps(config)).rank  # noqa: B018
+
+
+def test_a_chief_is_the_first():
+    jobs = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
+    task = {"type": "worker", "index": "1"}
+    config = json.dumps({"cluster": jobs, "task": task})
+    assert cluster.Cluster(config).rank == 2
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("SLURM_PROCID", "9", "one of the step's 2 tasks. .*SLURM_PROCID=9"),
+        ("SLURM_PROCID", "-1", "must be a number. Received: SLURM_PROCID=-1"),
+        ("SLURM_LOCALID", "x", "must be a number. Received: SLURM_LOCALID=x"),
+        ("SLURM_STEP_NUM_TASKS", "", "SLURM_STEP_NUM_TASKS must be a number"),
+    ],
+)
+def test_a_wrong_variable_of_slurm_is_named(name, value, message):
+    environment = slurm(0, 0, 0, "a", "2", 2) | {name: value}
+    with pytest.raises(ValueError, match=message):
+        cluster.join(environment)
 
 
 def test_a_variable_of_slurm_that_is_missing_is_named():

@@ -17,9 +17,9 @@ TIMEOUT_SECONDS = "20"
     [
         ("killed", ["rank 1 failed first: killed by SIGKILL"]),
         ("raises", ["rank 1 failed first: ZeroDivisionError"]),
-        ("stalled", ["rank 0 failed first: DeadlineExceededError"]),
-        ("stalled in fit", ["rank 0 failed first: DeadlineExceededError"]),
-        ("frozen", ["rank 0 failed first: UnavailableError"]),
+        ("stalled", ["rank 1 failed first: it did not", "DeadlineExceeded"]),
+        ("stalled in fit", ["rank 1 failed first: it did not", "Deadline"]),
+        ("frozen", ["rank 1 failed first: stopped by a signal", "Unavail"]),
         ("ends", ["rank 0 failed first: ", "without an error: 1\n"]),
         ("late", ["rank 0 failed first: exit code 1"]),
         ("port taken", ["rank 1 failed first: UnknownError", "gRPC server"]),

@@ -191,6 +191,53 @@ def test_a_rank_that_never_starts_is_named(
     assert expected in capsys.readouterr().err
 
 
+WAITS = """
+import json, os, signal, time
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+class DeadlineExceededError(Exception):
+    pass
+"""
+
+
+def test_a_rank_that_is_stopped_is_named(script, capsys):
+    path = script(
+        WAITS,
+        """
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while rank == 0:
+            parent = os.getppid()
+            with open(f"/proc/{parent}/task/{parent}/children") as f:
+                children = f.read().split()
+            states = []
+            for child in children:
+                with open(f"/proc/{child}/stat") as f:
+                    states.append(f.read().rpartition(")")[2].split()[0])
+            if "T" in states:
+                raise OSError("no answer")
+        """,
+    )
+    assert run(path, 2, "--grace", "0.1") == 1
+    errors = capsys.readouterr().err
+    assert "rank 1 failed first: stopped by a signal, such as SIG" in errors
+    assert "rank 0 waited for it: OSError: no answer" in errors
+
+
+def test_a_rank_that_lets_the_others_wait_is_named(script, capsys, monkeypatch):
+    monkeypatch.setattr(ranks, "_MISSED_SECONDS", 1.0)
+    path = script(
+        WAITS,
+        """
+        if rank == 1:
+            time.sleep(1000)
+        raise DeadlineExceededError("20 s")
+        """,
+    )
+    assert run(path, 3, "--grace", "0.1") == 1
+    errors = capsys.readouterr().err
+    assert "rank 1 failed first: it did not take part" in errors
+
+
 def test_ranks_start_again_after_a_failure(script, tmp_path, capsys):
     path = script(
         f"""
@@ -253,12 +300,13 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(script, tmp_path):
         os.kill(os.getpid(), signal.SIGSTOP)
         """
     )
-    command = [sys.executable, "-m", "kmem.cli", "launch", "--processes", "2"]
+    code = "import sys; from kmem import cli; sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "launch", "--processes", "2"]
     launcher = subprocess.Popen([*command, path], stdout=subprocess.PIPE)
     with launcher:
-        launcher.stdout.readline()
-        launcher.stdout.readline()
+        lines = {launcher.stdout.readline() for _ in range(2)}
         launcher.kill()
+    assert lines == {b"[0] ready\n", b"[1] ready\n"}
     for rank in range(2):
         with open(tmp_path / f"lock{rank}", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -397,9 +445,11 @@ def test_a_script_that_does_not_exist_is_bad_use(capsys):
 
 def test_in_a_cluster_the_command_becomes_the_script(script, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", cluster.tf_config(["a:1", "b:1"], 0))
+    monkeypatch.setenv(cluster.LAUNCHED, "")
     path = script("")
 
     def execv(program, command):
+        assert os.environ[cluster.LAUNCHED]
         assert command == [program, path, "--epochs", "3"]
         raise SystemExit(7)
 

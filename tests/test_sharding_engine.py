@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import kmem
+from kmem.launching import cluster
 from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
 
@@ -82,4 +83,23 @@ def test_joining_late_is_refused(monkeypatch):
     tf.zeros([])
 
     with pytest.raises(RuntimeError, match="before TensorFlow's first"):
+        engine()
+
+
+@pytest.mark.parametrize("config", ["{", "[]", "null", "[", '{"cluster": []}'])
+def test_a_wrong_tf_config_is_refused(config, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", config)
+    engine.cache_clear()
+
+    with pytest.raises(ValueError, match="TF_CONFIG must be a JSON object"):
+        engine()
+
+
+@pytest.mark.parametrize("text", ["abc", "-1", "0", "nan", "inf", ""])
+def test_a_wrong_timeout_is_refused(text, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", cluster.tf_config(["a:1", "b:1"], 0))
+    monkeypatch.setenv("KMEM_TIMEOUT_SECONDS", text)
+    engine.cache_clear()
+
+    with pytest.raises(ValueError, match="Received: KMEM_TIMEOUT_SECONDS="):
         engine()

@@ -27,6 +27,10 @@ _START_SECONDS = 300.0
 _LOOK_SECONDS = 0.1
 # A rank that misses another can be seen to fail before the one that is gone.
 _SETTLE_SECONDS = 0.2
+# What a rank says that has waited for others for too long, and how long those
+# may take to fail that have waited as well.
+_WAITED = "DeadlineExceededError"
+_MISSED_SECONDS = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +119,14 @@ class Rank:
         elif status > 0:
             self._fail(f"exit code {status}", status)
 
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process, which may go on yet."""
+        if self.has_ended:
+            return False
+        # After the name, which is in brackets and may hold anything.
+        status = pathlib.Path(f"/proc/{self._process.pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] in "Tt"
+
     def close(self) -> None:
         """Kills what is left of the group, and takes in its last words."""
         if self.has_ended:
@@ -192,8 +204,32 @@ class Ranks:
             settled = time.monotonic() + _SETTLE_SECONDS
             while failure.seconds and time.monotonic() < settled:
                 self._listen()
-            return self._first_failure() or failure
+            return self._blamed(self._first_failure() or failure)
         return None
+
+    def _blamed(self, failure: Failure) -> Failure:
+        """The failure, of the rank that another one has waited for in vain."""
+        for rank in self._ranks:
+            if rank.is_stopped():
+                cause = "stopped by a signal, such as SIGSTOP"
+            elif _WAITED in failure.cause and self._is_missed(rank):
+                cause = "it did not take part, and has not failed"
+            else:
+                continue
+            return dataclasses.replace(
+                failure,
+                rank=rank.number,
+                cause=f"{cause}; rank {failure.rank} waited for it: "
+                f"{failure.cause}",
+            )
+        return failure
+
+    def _is_missed(self, rank: Rank) -> bool:
+        """Whether it does not fail as those do that wait."""
+        end = time.monotonic() + _MISSED_SECONDS
+        while not (rank.failure or rank.has_ended) and time.monotonic() < end:
+            self._listen()
+        return not (rank.failure or rank.has_ended)
 
     def end(self, number: signal.Signals, grace_seconds: float) -> None:
         """Ends all ranks, by a signal and after a while by SIGKILL."""

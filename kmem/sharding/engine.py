@@ -264,7 +264,7 @@ def join_at_first_operation() -> None:
     current: Any = context.context()
 
     def join():
-        _without_joining(current)
+        join_no_more()
         engine()
         current.ensure_initialized()
 
@@ -272,8 +272,9 @@ def join_at_first_operation() -> None:
         current.ensure_initialized = join
 
 
-def _without_joining(current: Any) -> None:
-    vars(current).pop("ensure_initialized", None)
+def join_no_more() -> None:
+    """Takes back `join_at_first_operation`."""
+    vars(context.context()).pop("ensure_initialized", None)
 
 
 def _timeout_seconds() -> float:
@@ -299,7 +300,7 @@ def _join(cluster: dict, timeout: float) -> None:
             "`kmem launch` import kmem, else make a `kmem.ShardedStrategy()`, "
             "at the start of the program. Received: TensorFlow runs already."
         )
-    _without_joining(current)
+    join_no_more()
     leader = "chief" if "chief" in cluster else "worker"
     current.configure_coordination_service(
         service_type="standalone",
