@@ -80,8 +80,10 @@ def num_bytes(data) -> int:
 
 
 def specs_of(data) -> Any:
-    """Arrays and tensors as `tf.TensorSpec`s, as Keras hands them on."""
-    return keras.tree.map_structure(_spec, data)
+    """Arrays and tensors as `tf.TensorSpec`s, as Keras hands them on: lists
+    become tuples, since TensorFlow would make one tensor of a list."""
+    specs = keras.tree.map_structure(_spec, data)
+    return keras.tree.lists_to_tuples(specs)
 
 
 def part_of(batch, count: int) -> Any:

@@ -79,22 +79,38 @@ class Corrector:
         self._rehearse = rehearse
         self._margin = _MARGIN_IN_XLA if mode == "xla" else _MARGIN
 
-    def plan(self, budget: int | float | str, reserved: int) -> Plan:
+    def plan(
+        self, asked: int | float | str, reserved: int, argument: str = "budget"
+    ) -> Plan:
         """Plans for a budget, of which so many bytes are not to be used.
+
+        Args:
+            asked: The budget, `"auto"`, or a share of the unplanned peak.
+            reserved: The bytes.
+            argument: What messages call the budget.
 
         Raises:
             InfeasibleBudget: If no plan keeps it.
         """
         resident = self._in_use + self._learned.extra_bytes
-        if budget == "auto":
+        if asked == "auto":
             return self._auto(resident)
-        if isinstance(budget, float):
+        budget = asked
+        if isinstance(asked, float):
             point = self._chooser.everything
             everything = self._measured(point, None, resident)
             unplanned = everything.highest_peak_bytes
-            budget = int(budget * (unplanned + reserved))
+            if asked == 1:
+                # The peak that the share is one of: kept by definition.
+                return dataclasses.replace(everything, budget_bytes=unplanned)
+            budget = int(asked * (unplanned + reserved))
             resident = everything.resident_bytes + everything.spread_bytes
-        return self._within(int(budget) - reserved, resident, reserved)
+        target = int(budget) - reserved
+        best = self._within(target, resident)
+        if best is None:
+            written = repr(asked)
+            raise self._infeasible(target, reserved, argument, written)
+        return best
 
     def _auto(self, resident: int) -> Plan:
         """The smallest peak for a bounded slowdown, and no more recomputation
@@ -117,7 +133,7 @@ class Corrector:
                 high = drawn
         return best
 
-    def _within(self, budget: int, resident: int, reserved: int) -> Plan:
+    def _within(self, budget: int, resident: int) -> Plan | None:
         """The fastest plan that keeps the budget when it is rehearsed."""
         target = int((1 - self._margin) * budget)
         best = self._known_within(target, budget)
@@ -149,8 +165,6 @@ class Corrector:
             # The more attempts have failed, the more is left free.
             resident = found.resident_bytes + found.spread_bytes
             resident += attempt * max(excess, 0)
-        if best is None:
-            raise self._infeasible(budget, reserved)
         return best
 
     def _seen(self, target: int) -> tuple[int, int | None]:
@@ -186,7 +200,9 @@ class Corrector:
         point = min(fit, key=lambda point: point.seconds)
         return self._measured(point, budget, self._in_use)
 
-    def _infeasible(self, budget: int, reserved: int) -> InfeasibleBudget:
+    def _infeasible(
+        self, budget: int, reserved: int, argument: str, written: str
+    ) -> InfeasibleBudget:
         drawn = self._chooser.smallest.peak_bytes
         rehearsed = self._learned.rehearsed.items()
         seen = [point.peak_bytes + extra for point, (extra, _) in rehearsed]
@@ -199,7 +215,8 @@ class Corrector:
             budget + reserved,
             math.ceil(least) + reserved,
             bound + self._in_use + reserved,
-            "budget",
+            argument,
+            written,
         )
 
     def _measured(self, point: Point, budget, resident) -> Plan:

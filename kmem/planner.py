@@ -149,7 +149,8 @@ def with_plan(
         )
     else:
         made = make_plan(
-            model, batch, options, "measured", verbose, reserved_bytes
+            *(model, batch, options, "measured", verbose, reserved_bytes),
+            argument="remat",
         )
         if verbose:
             print(made.summary())
@@ -163,6 +164,7 @@ def make_plan(
     costs: str,
     verbose: int,
     reserved_bytes: int = 0,
+    argument: str = "budget",
 ) -> Plan:
     """Plans a step under the options, of which `remat` tells the budget.
 
@@ -219,7 +221,7 @@ def make_plan(
         in_use,
         _rehearsal(model, batch, options),
     )
-    made = corrector.plan(options.remat.budget, reserved_bytes)
+    made = corrector.plan(options.remat.budget, reserved_bytes, argument)
     _plans.keep(asked, in_use, made)
     return made
 

@@ -208,7 +208,17 @@ def _num_steps(model: keras.Model, accumulates: bool) -> int:
 
 def _batches(strategy, batch) -> Iterator:
     """Gives every replica the same batch, as often as asked."""
-    data = tf.data.Dataset.from_tensors(batches.made_up(batch)).repeat()
+    made = batches.made_up(batch)
+    leaves = [leaf for leaf in keras.tree.flatten(made) if leaf is not None]
+
+    def structured(*leaves):
+        given = iter(leaves)
+        return keras.tree.map_structure(
+            lambda leaf: None if leaf is None else next(given), made
+        )
+
+    # A data set is not made of `None`, but may be mapped to it.
+    data = tf.data.Dataset.from_tensors(tuple(leaves)).repeat().map(structured)
     if strategy.num_replicas_in_sync == 1:
         return iter(data)
     return iter(strategy.distribute_datasets_from_function(lambda _: data))

@@ -39,7 +39,7 @@ class Rows(keras.utils.PyDataset):
         ),
         (
             {"x": {"a": ROWS, "b": ROWS}, "y": [ROWS[:, :1], ROWS]},
-            ({"a": X, "b": X}, [Y, X]),
+            ({"a": X, "b": X}, (Y, X)),
         ),
         (
             {"x": tf.data.Dataset.from_tensors((ROWS[:5], ROWS[:5, :1]))},

@@ -230,6 +230,105 @@ def test_a_layer_that_cannot_be_recomputed_is_named_and_runs_once_a_step():
     assert_equal(got, want)
 
 
+def tiny():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(4, "tanh"), layers.Dense(1)]
+    )
+    model.compile("sgd", "mse")
+    return kmem.wrap(model), np.ones((32, 4), "float32")
+
+
+def test_a_share_of_all_of_the_peak_is_always_possible():
+    got, x = tiny()
+    want, _ = tiny()
+    want.fit(x, x[:, :1], verbose=0)
+    got.fit(x, x[:, :1], remat=1.0, verbose=0)
+    for a, b in zip(got.get_weights(), want.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "remat, written",
+    [
+        (0.01, r"remat=0\.01 \(\d+ bytes\)"),
+        ("5KB", r"remat='5KB' \(5000 bytes\)"),
+        (kmem.Remat(budget="4.5KiB"), r"remat='4.5KiB' \(4608 bytes\)"),
+        (5000, r"remat=5000$"),
+    ],
+)
+def test_a_budget_that_is_too_small_is_repeated_as_it_was_written(
+    remat, written
+):
+    model, x = tiny()
+    with pytest.raises(ValueError, match=f"`remat` must.*Received: {written}"):
+        model.fit(x, x[:, :1], remat=remat, verbose=0)
+
+
+def two_outputs(losses=("mse", "mae")):
+    inputs = keras.Input((4,))
+    first = layers.Dense(8, "tanh")(inputs)
+    second = layers.Dense(8, "tanh")(first)
+    outputs = [layers.Dense(2)(second), layers.Dense(1)(first)]
+    model = keras.Model(inputs, outputs)
+    model.compile("adam", list(losses))
+    return model
+
+
+def two_inputs():
+    inputs = [keras.Input((4,)), keras.Input((2,))]
+    x = layers.Dense(8, "tanh")(layers.Concatenate()(inputs))
+    model = keras.Model(inputs, layers.Dense(1)(x))
+    model.compile("adam", "mse")
+    return model
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def own_step():
+    model = OwnStep([keras.Input((4,)), layers.Dense(8, "tanh")])
+    model.add(layers.Dense(1))
+    model.compile("adam")
+    return model
+
+
+_X = np.random.default_rng(0).normal(size=(16, 7)).astype("float32")
+_FOUR, _TWO, _ONE = _X[:, :4], _X[:, 4:6], _X[:, 6:]
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize(
+    "make, x, y",
+    [
+        (two_outputs, _FOUR, [_TWO, _ONE]),
+        (two_outputs, _FOUR, (_TWO, _ONE)),
+        (lambda: two_outputs(("mse", None)), _FOUR, [_TWO, None]),
+        (two_inputs, [_FOUR, _TWO], _ONE),
+        (two_inputs, (_FOUR, _TWO), _ONE),
+        (own_step, _FOUR, _ONE),
+    ],
+)
+def test_what_keras_trains_in_its_first_fit_is_planned(make, x, y):
+    def trained(planned):
+        keras.utils.set_random_seed(0)
+        model = kmem.wrap(make())
+        options = {}
+        if planned:
+            options["remat"] = kmem.plan(model, (x, y), costs="flops")
+        history = model.fit(x, y, verbose=0, shuffle=False, **options)
+        return history.history["loss"], model.get_weights()
+
+    assert_equal(trained(True), trained(False))
+
+
 def test_a_model_that_is_not_built_is_refused():
     model = keras.Sequential([layers.Dense(1)])
 

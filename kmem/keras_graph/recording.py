@@ -152,9 +152,13 @@ def record(model: keras.Model, batch) -> Recording:
         batch: What its `train_step` is given, as `tf.TensorSpec`s with shapes
             that are known. The loss is recorded if there are targets.
     """
-    recorder = _Recorder()
+    recorder: Any = None
 
     def trace(batch):
+        nonlocal recorder
+        # Anew: TensorFlow traces twice what makes variables, as a loss of
+        # several outputs does, to count each of them.
+        recorder = _Recorder()
         x, *targets = keras.utils.unpack_x_y_sample_weight(batch)
         recorder.start(batch)
         with capture.DiscardedState(), opening.opened(model, recorder):
@@ -193,7 +197,7 @@ class _Recorder(opening.Visitor):
 
     def record_loss(self, model, predictions, y, sample_weight) -> None:
         def loss(predictions, y, sample_weight):
-            if y is None or not model.compiled:
+            if y is None or not (model.compiled and _has_loss(model)):
                 return _mean(predictions)
             return model.compute_loss(
                 y=y, y_pred=predictions, sample_weight=sample_weight
@@ -382,6 +386,12 @@ def _tensors(structure) -> tuple[tf.Tensor, ...]:
 
 def _graph() -> tf.Graph:
     return tf.compat.v1.get_default_graph()
+
+
+def _has_loss(model: keras.Model) -> bool:
+    """Whether `compute_loss` gives one: a `train_step` may have its own."""
+    own = type(model).compute_loss is not keras.Model.compute_loss
+    return own or model.loss is not None or bool(model.losses)
 
 
 def _mean(predictions):

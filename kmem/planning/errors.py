@@ -17,11 +17,15 @@ class InfeasibleBudget(ValueError):
         smallest_bytes: int,
         lower_bound_bytes: int,
         name: str = "budget_bytes",
+        written: str = "",
     ):
+        received = f"{name}={written or budget_bytes}"
+        if written not in ("", str(budget_bytes)):
+            received += f" ({budget_bytes} bytes)"
         super().__init__(
             f"`{name}` must be a peak that some schedule keeps. The smallest "
             f"known is {smallest_bytes}; none is below {lower_bound_bytes}. "
-            f"Received: {name}={budget_bytes}"
+            f"Received: {received}"
         )
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes

@@ -272,7 +272,7 @@ def _from_json(kind: Any, saved: Any) -> Any:
         if set(saved) != set(kinds):
             raise KeyError(*set(saved).symmetric_difference(kinds))
         values = {name: _from_json(k, saved[name]) for name, k in kinds.items()}
-        return kind(**values)
+        return typing.cast(Any, kind)(**values)
     if isinstance(kind, types.UnionType):
         one = next(k for k in arguments if k is not type(None))
         return None if saved is None else _from_json(one, saved)
