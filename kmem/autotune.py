@@ -7,10 +7,8 @@ searches, of which the best is told, with what else there was.
 """
 
 import dataclasses
-import functools
 import gc
 import math
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -97,11 +95,6 @@ class Way:
 
     choice: Choice
     session: Session
-
-    @functools.cached_property
-    def step(self) -> Callable:
-        """Its function of a batch."""
-        return self.session.on_batch()
 
 
 def choose(

@@ -15,6 +15,7 @@ that runs out of memory ends them all. What this does not do: choose
 import contextlib
 import dataclasses
 import gc
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,14 @@ class _Bucket:
     is_least: bool = False
     num_steps: int = 0
     reader: capture.Reader | None = None
+    # The `repr` of what `fit` knows of its batches, and a function of one.
+    function: tuple[str, Callable] | None = None
+
+    def step(self, spec: Any) -> Callable:
+        """Takes a step with a batch, of which `fit` knows this."""
+        if self.function is None or self.function[0] != repr(spec):
+            self.function = repr(spec), self.way.session.on_batch(spec)
+        return self.function[1]
 
     def read_state(self) -> capture.Reader:
         """Reads what a step changes; the first one may make variables."""
@@ -89,12 +98,15 @@ class BudgetedSession:
         self._compiled = compiled_state(model)
         self._group = agreeing.processes(options)
         self._budget = _budget_bytes(options)
+        given = options.memory_budget
+        self._received = autotune.received_budget(given, self._budget)
         self._verbose = 0
         # What steps were seen to need beyond what was predicted.
         self._less = 0
         # The batch of the step that is taken, as far as it is on the device.
         self._in_hand = 0
         self._in_fit = True
+        self._spec: Any = None
         self._buckets: list[_Bucket] = []
         self._bucket: _Bucket | None = None
         self._events: list[str] = []
@@ -144,6 +156,7 @@ class BudgetedSession:
         self._plain_function = model.train_function
 
         def train(iterator: Iterator):
+            self._spec = getattr(iterator, "element_spec", None)
             for _ in range(model.steps_per_execution):
                 logs = self._step(next(iterator))
                 self._tell_of_parts()
@@ -179,7 +192,7 @@ class BudgetedSession:
         if bucket is not self._bucket:
             self._enter(bucket)
         if not bucket.report.is_measured:
-            return bucket.way.step(batch)
+            return bucket.step(self._spec)(batch)
         if self._group.size > 1:
             return self._step_with_others(bucket, batch)
         message = ""
@@ -189,7 +202,7 @@ class BudgetedSession:
                 bucket = self._with_less(bucket, less, message)
             state = capture.State(bucket.read_state(), self.model.metrics)
             with memory.track() as usage:
-                logs, message = _run(bucket.way.step, batch)
+                logs, message = _run(bucket.step(self._spec), batch)
             if not message:
                 self._learn(bucket, usage.peak_bytes)
                 return logs
@@ -201,7 +214,7 @@ class BudgetedSession:
     def _step_with_others(self, bucket: _Bucket, batch):
         """Takes one step together with the other processes."""
         with memory.track() as usage:
-            logs, message = _run(bucket.way.step, batch)
+            logs, message = _run(bucket.step(self._spec), batch)
         if message:
             raise tf.errors.ResourceExhaustedError(
                 None,
@@ -209,7 +222,7 @@ class BudgetedSession:
                 "A step ran out of memory, and processes that train in shards "
                 "cannot undo theirs: start them again, from the last "
                 f"checkpoint, with a smaller `memory_budget`. {message} "
-                f"Received: {self._received()}",
+                f"Received: {self._received}",
             )
         bucket.num_steps += 1
         if bucket.num_steps <= _NUM_AGREED:
@@ -310,11 +323,10 @@ class BudgetedSession:
             self._event("Nothing that needs less is known.")
 
     def _tell_of_parts(self) -> None:
-        """Says which layers see one part of a batch at a time; warns once."""
+        """After a step: says which layers see one part at a time."""
         bucket: Any = self._bucket
         session = bucket.way.session
         num_parts = session.options.num_parts
-        # Known once a step was traced, in training if not in a rehearsal.
         layers = session.gradient_step.layers_that_see_parts
         names = tuple(layer.name for layer in layers if num_parts > 1)
         if names == bucket.report.layers_that_see_parts:
@@ -334,12 +346,7 @@ class BudgetedSession:
             "A step ran out of memory, in every way that is known to need "
             "less as well. The model is as it was before the step: make the "
             f"batch smaller or the budget larger. {message} Received: "
-            f"{self._received()}",
-        )
-
-    def _received(self) -> str:
-        return autotune.received_budget(
-            self._options.memory_budget, self._budget
+            f"{self._received}",
         )
 
     def _event(self, line: str) -> None:

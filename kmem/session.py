@@ -197,12 +197,25 @@ class Session:
             getattr(model, f"make_{name}")(force=True)
         self._made[name] = getattr(model, name)
 
-    def on_batch(self) -> Callable:
-        """Returns a train function of one batch instead of an iterator."""
+    def on_batch(self, spec: Any = None) -> Callable:
+        """Returns a train function of one batch instead of an iterator.
+
+        Args:
+            spec: What an iterator's graph would know of its batches, as
+                `tf.TensorSpec`s. Keras weighs some logs by the number of rows
+                if the graph knows it.
+        """
         if not self._made:
             self._make_functions()
         function = self._made["train_function"]
-        return lambda data: function(iter([data]))
+
+        def run(data):
+            return function(iter([data]))
+
+        runs_eagerly = self.model.run_eagerly or self._dtr is not None
+        if spec is None or runs_eagerly or self._sharded is not None:
+            return run
+        return releasing.function(run, input_signature=[spec])
 
     def trains(self) -> bool:
         """Whether this session's function is on the model."""

@@ -320,6 +320,29 @@ def test_layers_that_see_one_part_at_a_time_are_named_once():
     assert "one part at a time is seen by norm" in report.summary()
 
 
+def test_the_logs_of_several_outputs_are_those_of_keras():
+    def history(**options):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((5,))
+        outputs = [
+            layers.Dense(size, name=name)(inputs)
+            for name, size in (("a", 3), ("b", 1))
+        ]
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", ["mse", "mae"])
+        x = np.random.default_rng(0).normal(size=(52, 5)).astype("float32")
+        y = [x[:, :3], x[:, :1]]
+        arguments = {"shuffle": False, "verbose": 0, "epochs": 2}
+        model = kmem.wrap(model)
+        # The last batch is smaller, by which Keras does not weigh these.
+        return model.fit(x, y, 20, **arguments, **options).history
+
+    expected, got = history(), history(memory_budget="8GB")
+    assert expected.keys() == got.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(got[name], values, 1e-5)
+
+
 def _recurrent():
     """A model whose one large layer gains nothing by a plan, and a batch that
     is on the device."""
