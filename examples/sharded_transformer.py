@@ -45,9 +45,7 @@ def transformer():
 
 def main():
     """What every process runs."""
-    strategy = kmem.ShardedStrategy()
-    with strategy.scope():
-        model = transformer()
+    model = transformer()
     model.compile(
         keras.optimizers.Adam(3e-3),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -60,7 +58,7 @@ def main():
         epochs=2,
         sharding="full",
         callbacks=[kmem.callbacks.ShardedCheckpoint("checkpoint")],
-        verbose=2 if strategy.rank == 0 else 0,
+        verbose=0,
     )
     kmem.distributed.save_weights(model, "transformer.weights.h5")
     # The epochs since the last checkpoint: none, if it was complete.

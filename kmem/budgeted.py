@@ -26,7 +26,6 @@ import tensorflow as tf
 from kmem import autotune
 from kmem import batches
 from kmem import capture
-from kmem import layer_state
 from kmem import memory
 from kmem import pipeline
 from kmem.choices import MemoryReport
@@ -326,9 +325,8 @@ class BudgetedSession:
         """After a step: says which layers see one part at a time."""
         bucket: Any = self._bucket
         session = bucket.way.session
-        num_parts = session.options.num_parts
         layers = session.gradient_step.layers_that_see_parts
-        names = tuple(layer.name for layer in layers if num_parts > 1)
+        names = tuple(layer.name for layer in layers)
         if names == bucket.report.layers_that_see_parts:
             return
         bucket.report = dataclasses.replace(
@@ -337,7 +335,7 @@ class BudgetedSession:
         self._show(bucket)
         if not self._has_warned:
             self._has_warned = True
-            layer_state.warn_of_parts(layers, num_parts)
+            session.gradient_step.warn_of_parts()
 
     def _given_up(self, message: str) -> tf.errors.ResourceExhaustedError:
         return tf.errors.ResourceExhaustedError(

@@ -79,17 +79,31 @@ class LayerState:
             )
 
 
-def warn_of_parts(layers: list[keras.layers.Layer], microbatches: int) -> None:
-    """Says which layers see one micro-batch at a time."""
-    if layers:
-        names = [f"{each.name} ({type(each).__name__})" for each in layers]
-        warnings.warn(
-            "Layers whose state can depend on the examples see one "
-            "micro-batch at a time. Their numbers are not those of the whole "
-            'batch: see "What differs" in docs/accumulation.md. '
-            f"Received: microbatches={microbatches}, layers {', '.join(names)}",
-            stacklevel=2,
+def warn_of_parts(
+    layers: list[keras.layers.Layer], microbatches: int, num_processes: int
+) -> None:
+    """Says which layers see one part of a batch at a time."""
+    if not layers:
+        return
+    names = [f"{each.name} ({type(each).__name__})" for each in layers]
+    if microbatches > 1:
+        parts = (
+            "see one micro-batch at a time. Their numbers are not those of "
+            'the whole batch: see "What differs" in docs/accumulation.md. '
+            f"Received: microbatches={microbatches}"
         )
+    else:
+        parts = (
+            "see each process's own examples. Their numbers are not those of "
+            "one process; `BatchNormalization(synchronized=True)` gives those: "
+            'see "Rules" in docs/sharding.md. '
+            f"Received: {num_processes} processes"
+        )
+    warnings.warn(
+        f"Layers whose state can depend on the examples {parts}, layers "
+        f"{', '.join(names)}",
+        stacklevel=2,
+    )
 
 
 def _innermost(model, identities: set[int]) -> list[keras.layers.Layer]:

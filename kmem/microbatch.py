@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from kmem import backward
 from kmem import capture
+from kmem import layer_state
 from kmem import loops
 from kmem import releasing
 from kmem.layer_state import LayerState
@@ -91,7 +92,21 @@ class GradientStep:
     def layers_that_see_parts(self) -> list[keras.layers.Layer]:
         """Those whose state depends on the examples of each part of a batch,
         if it comes in parts, once the step was traced or run."""
-        return self._state.layers_that_see_parts if self._state else []
+        layers = self._state.layers_that_see_parts if self._state else []
+        if self._num_parts > 1:
+            return layers
+        if self._processes.num_processes == 1:
+            return []
+        # These see what all processes have.
+        return [x for x in layers if not getattr(x, "synchronized", False)]
+
+    def warn_of_parts(self) -> None:
+        """Says which layers see one part of a batch at a time, if any do."""
+        layer_state.warn_of_parts(
+            self.layers_that_see_parts,
+            self._num_parts,
+            self._processes.num_processes,
+        )
 
     def __call__(self, data) -> BatchGradient:
         batch = self._processes.slice(data)

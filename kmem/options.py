@@ -217,6 +217,10 @@ class DTR:
 class Sharding:
     """Each process holds one shard of the training state (FSDP, ZeRO).
 
+    The numbers are those of one process, but for layers that compute from
+    several examples at once: batch normalization sees the examples of its own
+    process, unless it has `synchronized=True`.
+
     Args:
         stage: `"optimizer"` (ZeRO-1), `"gradients"` (ZeRO-2) or `"full"`
             (ZeRO-3, FSDP).

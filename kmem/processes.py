@@ -36,9 +36,11 @@ class Alone:
 
     Attributes:
         split_batches: Whether it computes part of a batch only.
+        num_processes: How many compute a batch.
     """
 
     split_batches = False
+    num_processes = 1
 
     def slice(self, data) -> Slice:
         """The part of a batch that is this process's."""

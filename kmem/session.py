@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from kmem import batches
 from kmem import capture
-from kmem import layer_state
 from kmem import loops
 from kmem import patching
 from kmem import pipeline
@@ -109,7 +108,7 @@ class Session:
         self._updater = Updater(
             optimizer, self._num_batches, strategy, processes, early
         )
-        # Whether it is yet to say which layers see micro-batches.
+        # Whether it is yet to say which layers see parts of batches.
         self._warns = False
         self.gradient_step = GradientStep(
             model,
@@ -130,7 +129,7 @@ class Session:
         session = sessions.pop(options, None)
         if session is None or session._compiled != compiled_state(model):
             session = cls(model, options)
-            session._warns = options.num_parts > 1
+            session._warns = True
         kept = list(sessions.items())[1 - _MAX_SESSIONS :]
         object.__setattr__(model, _SESSIONS, dict([*kept, (options, session)]))
         return session
@@ -265,8 +264,7 @@ class Session:
             releasing.forget_gradients()
             if self._warns:
                 self._warns = False
-                layers = self.gradient_step.layers_that_see_parts
-                layer_state.warn_of_parts(layers, self.options.num_parts)
+                self.gradient_step.warn_of_parts()
             return logs
         except tf.errors.ResourceExhaustedError as error:
             failed, message = self._dtr, error.message

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import kmem
+from kmem import cli
 from kmem.launching import cluster
 from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
@@ -103,3 +104,48 @@ def test_a_wrong_timeout_is_refused(text, monkeypatch):
 
     with pytest.raises(ValueError, match="Received: KMEM_TIMEOUT_SECONDS="):
         engine()
+
+
+# What a user writes: nothing in it is about processes but `sharding`.
+SCRIPT = """
+import kmem
+import keras
+import tensorflow as tf
+
+tf.config.threading.set_inter_op_parallelism_threads(2)
+x = tf.random.stateless_normal((16, 6), (0, 1))
+keras.utils.set_random_seed(0)
+model = keras.Sequential(
+    [
+        keras.Input((6,)),
+        keras.layers.Dense(5),
+        keras.layers.BatchNormalization(synchronized=True),
+        keras.layers.Dense(2),
+    ]
+)
+model.compile("sgd", "mse")
+data = tf.data.Dataset.from_tensor_slices((x, x[:, :2])).batch(8)
+history = kmem.wrap(model).fit(data, epochs=2, sharding="full", verbose=0)
+print("losses", *history.history["loss"])
+print("processes", kmem.ShardedStrategy().num_processes)
+"""
+
+
+def test_a_script_needs_no_more_than_the_launcher(
+    tmp_path, monkeypatch, capsys, python
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+
+    assert cli.main(["launch", "--processes", "2", str(path)]) == 0
+
+    found = capsys.readouterr().out.splitlines()
+    status, alone, errors = python.run(SCRIPT)
+    assert status == 0, errors
+    want = [float(loss) for loss in alone.splitlines()[0].split()[1:]]
+    for rank in range(2):
+        assert f"[{rank}] processes 2" in found
+        (line,) = [x for x in found if x.startswith(f"[{rank}] losses")]
+        losses = [float(loss) for loss in line.split()[2:]]
+        np.testing.assert_allclose(losses, want, rtol=1e-5)

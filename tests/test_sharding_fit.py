@@ -19,6 +19,7 @@ from reference import whole
 
 import kmem
 from kmem.sharding import training
+from kmem.sharding.slices import Slices
 from kmem.sharding.variables import ShardedVariable
 
 STAGES = ("full", "gradients", "optimizer")
@@ -288,6 +289,33 @@ def test_keras_distribution_is_refused():
             fit(model, arguments)
     finally:
         keras.distribution.set_distribution(None)
+
+
+def test_layers_that_see_one_process_s_examples_are_named_once(monkeypatch):
+    class AsOfTwo(Slices):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.num_processes = 2
+
+    monkeypatch.setattr(training, "Slices", AsOfTwo)
+    normalize = keras.layers.BatchNormalization
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            normalize(name="alone"),
+            normalize(synchronized=True),
+            keras.layers.Dense(3),
+        ]
+    )
+    model.compile("sgd", "mse")
+
+    with pytest.warns(UserWarning, match="each process's own") as warnings:
+        fit(model, cases.regression())
+    fit(model, cases.regression())
+
+    (message,) = [str(warning.message) for warning in warnings]
+    assert "synchronized=True" in message
+    assert message.endswith("2 processes, layers alone (BatchNormalization)")
 
 
 def test_frozen_weights_are_in_shards_too_and_do_not_change():

@@ -79,11 +79,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self._skipped = self._unsaved = 0
-        self._ending = ending.Ending(self.model)
+        model: Any = self.model
+        self._ending = ending.Ending(model)
         self._ending.begin()
         if not checkpoint.exists(self._folder):
             return
-        model: Any = self.model
         position = checkpoint.load(model, self._folder)
         self._skipped = position.get("batch", 0)
         # Where `fit` begins; private in Keras, whose own `BackupAndRestore`
@@ -129,7 +129,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         return self._every is not None and self._unsaved >= self._every
 
     def _num_updates(self) -> int:
-        return sum(int(each.iterations) for each in optimizers(self.model))
+        model: Any = self.model
+        return sum(int(each.iterations) for each in optimizers(model))
 
     def _skip(self, num_batches: int) -> None:
         """Lets the epoch's first batches pass, which have been trained on."""

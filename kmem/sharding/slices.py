@@ -47,6 +47,7 @@ class Slices(Alone):
     def __init__(self, engine: Engine, later: bool = False):
         self._engine = engine
         self._later = later
+        self.num_processes = engine.size
 
     def slice(self, data):
         size, rank = self._engine.size, self._engine.rank

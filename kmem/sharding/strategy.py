@@ -14,7 +14,8 @@ class ShardedStrategy:
     """Processes that hold a model together.
 
     Making one joins the processes that TF_CONFIG names, so it comes before
-    TensorFlow's first operation. A model that is built in its scope is cut as
+    TensorFlow's first operation; processes that `kmem launch` has started have
+    joined before. A model that is built in its scope is cut as
     it is built: a process holds its shards, and one layer's weight at a time.
     It stays in shards after `fit`. Reading a weight, calling the model and
     saving it take all processes then.
