@@ -114,8 +114,25 @@ def build(force: bool = False) -> pathlib.Path:
     with _locked(folder / "lock"):
         # Another process may have built it while this one waited.
         if force or not _is_whole(path):
-            _compile(compiler, path)
+            try:
+                _compile(compiler, path)
+            except NativeLibraryError:
+                _failure(path).touch()
+                raise
+            _failure(path).unlink(missing_ok=True)
     return path
+
+
+def has_failed() -> bool:
+    """Whether the last try to build the library with this compiler failed."""
+    compiler = find_compiler()
+    if compiler is None:
+        return False
+    return _failure(cache.folder() / _library_name(compiler)).exists()
+
+
+def _failure(path: pathlib.Path) -> pathlib.Path:
+    return path.with_suffix(".failed")
 
 
 def _compile(compiler: list[str], path: pathlib.Path) -> None:

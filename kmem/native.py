@@ -16,6 +16,7 @@ import threading
 from kmem.building import NativeLibraryError
 from kmem.building import build
 from kmem.building import find_library
+from kmem.building import has_failed
 
 _TOO_LATE = """\
 kmem's allocator must be in place before the first TensorFlow operation, and \
@@ -55,7 +56,8 @@ def prepare() -> None:
     needed, by `allocator`.
     """
     with contextlib.suppress(NativeLibraryError, OSError):
-        _register(build())
+        # A compiler that fails would do so at each import.
+        _register(find_library() if has_failed() else build())
 
 
 def prepare_on_import() -> None:

@@ -193,7 +193,10 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, compiler):
     assert str(script) in message
     assert building._sources(".cc")[0].name in message
     assert building.find_library() is None
-    assert [path.name for path in cache.folder().iterdir()] == ["lock"]
+    assert {path.suffix for path in cache.folder().iterdir()} == {
+        "",  # The lock.
+        ".failed",
+    }
 
 
 def test_without_a_compiler_the_error_says_how_to_get_one(
@@ -309,6 +312,23 @@ def test_the_first_run_builds_at_import_and_counts_as_all_do(
         assert (status, output) == (0, "True True\n"), errors
         assert "kmem" not in errors
     assert num_calls(calls) == 1
+
+
+def test_a_compiler_that_fails_is_not_run_at_each_import(
+    monkeypatch, compiler, tmp_path
+):
+    failing = tmp_path / "failing"
+    failing.write_text(f"#!/bin/sh\necho x >> {tmp_path / 'calls'}\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(failing))
+
+    native.prepare()
+    calls = (tmp_path / "calls").read_text()
+    native.prepare()
+
+    assert calls and (tmp_path / "calls").read_text() == calls
+    with pytest.raises(building.NativeLibraryError, match="compiler failed"):
+        building.build()
 
 
 @pytest.mark.parametrize(
