@@ -14,7 +14,6 @@ that runs out of memory ends them all. What this does not do: choose
 
 import contextlib
 import dataclasses
-import gc
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -43,8 +42,6 @@ _SESSIONS = "_kmem_budgeted"
 # budget each choice has to need less than one that ran out of memory.
 _MAX_ATTEMPTS = 6
 _STEP_SHARE = 0.1
-# What is given back takes memory as well, which may be short for a moment.
-_RESTORE_ATTEMPTS = 3
 # In how many steps processes tell one another what they needed.
 _NUM_AGREED = 3
 
@@ -205,7 +202,7 @@ class BudgetedSession:
             if not message:
                 self._learn(bucket, usage.peak_bytes)
                 return logs
-            _restore(state)
+            state.restore()
             way = describe(bucket.way.choice.options)
             self._event(f"A step ran out of memory ({way}) and was undone.")
         raise self._given_up(message)
@@ -380,15 +377,6 @@ def _run(step, batch) -> tuple[Any, str]:
         # Without the error, whose frames hold tensors.
         return None, error.message
     return logs, ""
-
-
-def _restore(state: capture.State) -> None:
-    for _ in range(_RESTORE_ATTEMPTS - 1):
-        try:
-            return state.restore()
-        except tf.errors.ResourceExhaustedError:
-            gc.collect()
-    state.restore()
 
 
 def _budget_bytes(options: MemoryOptions) -> int:

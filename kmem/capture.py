@@ -8,6 +8,7 @@ the model, its optimizer and its metrics are as they were.
 
 import contextlib
 import functools
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from kmem import patching
+
+_RESTORE_ATTEMPTS = 3
 
 
 class LossReached(BaseException):
@@ -151,10 +154,27 @@ class Reader:
             lambda: [tf.convert_to_tensor(v) for v in variables],
             autograph=False,
         )
+        self._arrays: list[np.ndarray] = []
 
     def read(self) -> list[np.ndarray]:
-        """Their values, outside of the device."""
-        return [tensor.numpy() for tensor in self._read()]
+        """Their values, outside of the device, until they are read again.
+
+        In the same arrays: new memory would take longer than to copy.
+        """
+        tensors = self._read()
+        if not self._arrays:
+            # Of a number `numpy` gives no array.
+            self._arrays = [np.array(tensor.numpy()) for tensor in tensors]
+            return self._arrays
+        for array, tensor in zip(self._arrays, tensors, strict=True):
+            plain = array.dtype.isbuiltin == 1 and not array.dtype.hasobject
+            if plain and array.size:
+                # Without a copy in between.
+                source = np.frombuffer(memoryview(tensor), array.dtype)
+                array.reshape(-1)[:] = source
+            else:
+                array[...] = tensor.numpy()
+        return self._arrays
 
 
 class State:
@@ -174,7 +194,18 @@ class State:
         self._metrics = metrics
 
     def restore(self) -> None:
-        """Gives it back."""
+        """Gives it back.
+
+        That takes memory as well, which may be short for a moment.
+        """
+        for _ in range(_RESTORE_ATTEMPTS - 1):
+            try:
+                return self._restore()
+            except tf.errors.ResourceExhaustedError:
+                gc.collect()
+        self._restore()
+
+    def _restore(self) -> None:
         known = {id(variable) for variable, _ in self._values}
         for variable, value in self._values:
             # Not the array itself: a variable may take over its memory, which

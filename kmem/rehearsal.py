@@ -145,7 +145,7 @@ def installed(session: Session) -> Iterator[None]:
     Args:
         session: The session, which validates as the model does.
     """
-    session.install(test_step=False)
+    session.install(test_step=False, undo=False)
     try:
         yield
     finally:

@@ -102,9 +102,10 @@ class Session:
             )
         processes = self._sharded.slices if self._sharded else Alone()
         # Shards of all gradients would be a large part of what a step needs.
-        early = self._sharded is not None or (
-            self._plan is not None and updates.are_early(model, options)
+        self._undoes = self._plan is not None and updates.are_early(
+            model, options
         )
+        early = self._sharded is not None or self._undoes
         self._updater = Updater(
             optimizer, self._num_batches, strategy, processes, early
         )
@@ -134,13 +135,16 @@ class Session:
         object.__setattr__(model, _SESSIONS, dict([*kept, (options, session)]))
         return session
 
-    def install(self, test_step: bool = True, guard: bool = False) -> None:
+    def install(
+        self, test_step: bool = True, guard: bool = False, undo: bool = True
+    ) -> None:
         """Gives the model functions that train, and test, under the options.
 
         Args:
             test_step: Whether validation runs in mixed precision as well.
             guard: Whether a function takes the session off by itself, when
                 it raises or is called in a later `fit`.
+            undo: Whether a step that fails is undone, if updates are early.
         """
         if self._sharded is not None:
             self._sharded.start()
@@ -154,6 +158,11 @@ class Session:
         names = [n for n in self._made if n == "train_function" or every]
         for name in names:
             function = self._made[name]
+            if name == "train_function" and undo and self._undoes:
+                self.build()
+                function = updates.undone_if_failed(
+                    function, model, lambda: self.state
+                )
             if guard:
                 function = guarded(self, name, function)
             self._plain_functions[name] = getattr(model, name)

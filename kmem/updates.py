@@ -8,6 +8,7 @@ common norm or to scale a loss, updates at the end of a step.
 """
 
 import contextlib
+from collections.abc import Callable
 from collections.abc import Iterator
 
 import keras
@@ -63,6 +64,41 @@ def _are_small(variables: list) -> bool:
     """
     sizes = [batches.num_bytes(v.value) for v in variables]
     return _NUM_ARRAYS * max(sizes, default=0) <= sum(sizes)
+
+
+def undone_if_failed(
+    function: Callable, model: keras.Model, variables: Callable[[], list]
+) -> Callable:
+    """A train function that leaves no update of a step that fails.
+
+    An early update cannot wait to see whether all of its step succeeds. So
+    what a step changes is kept outside of the device until it is done.
+
+    Args:
+        function: A train function, which takes an iterator.
+        model: The model that it trains.
+        variables: Tells what a step changes.
+    """
+    reader: capture.Reader | None = None
+
+    def train(iterator):
+        nonlocal reader
+        changed = variables()
+        if reader is None or [*map(id, reader.variables)] != [
+            *map(id, changed)
+        ]:
+            reader = capture.Reader(changed)
+        before = capture.State(reader, model.metrics)
+        try:
+            return function(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            # The data ended. Steps that were taken before are done.
+            raise
+        except BaseException:
+            before.restore()
+            raise
+
+    return train
 
 
 @contextlib.contextmanager

@@ -95,3 +95,19 @@ def test_layers_are_found_at_any_depth_the_outermost_first(model):
 
     assert names[0] == outer.name
     assert {model.name, *(layer.name for layer in model.layers)} < set(names)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_a_reader_reads_values_anew(dtype, shape):
+    variable = tf.Variable(tf.zeros(shape, dtype))
+    reader = capture.Reader([variable])
+    (first,) = reader.read()
+    np.testing.assert_array_equal(first, variable.numpy())
+    variable.assign(tf.cast(tf.ones(shape), dtype))
+    (second,) = reader.read()
+    np.testing.assert_array_equal(second, variable.numpy())
+    state = capture.State(reader, [])
+    variable.assign(tf.zeros(shape, dtype))
+    state.restore()
+    np.testing.assert_array_equal(variable.numpy(), second)

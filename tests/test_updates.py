@@ -105,3 +105,64 @@ def test_a_large_variable_is_updated_when_activations_are_gone():
     assert plan.network.keeps_gradients
     other = kmem.plan(stack(), batch(), costs="flops")
     assert not other.network.keeps_gradients
+
+
+def _deep_model():
+    keras.utils.set_random_seed(0)
+    inputs = x = keras.Input((64,))
+    for _ in range(8):
+        x = layers.Dense(64, "tanh")(x)
+    model = keras.Model(inputs, layers.Dense(1)(x))
+    model.compile("adam", "mse")
+    return kmem.wrap(model)
+
+
+@pytest.mark.parametrize(
+    "num_points", [5, pytest.param(100, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "name, option",
+    [
+        ("remat", None),
+        ("microbatches", 4),
+        ("gradient_accumulation_steps", 2),
+    ],
+)
+def test_a_step_that_fails_leaves_weights_and_optimizer_as_they_were(
+    name, option, num_points
+):
+    """Wherever in the step it is that memory runs out."""
+    model = _deep_model()
+    x = np.random.default_rng(0).normal(size=(2048, 64)).astype("float32")
+    # One update.
+    num_batches = option if name == "gradient_accumulation_steps" else 1
+    data = tf.data.Dataset.from_tensors((x, x[:, :1])).repeat(num_batches)
+    if option is None:
+        option = kmem.plan(model, (x, x[:, :1]), costs="flops")
+
+    def fit():
+        model.fit(data, shuffle=False, verbose=0, **{name: option})
+
+    def state():
+        changed = [*model.trainable_variables, *model.optimizer.variables]
+        return [variable.numpy() for variable in changed]
+
+    fit()
+    kmem.memory.reset_peak()
+    in_use = kmem.memory.current()
+    fit()
+    peak = kmem.memory.peak()
+    num_failed = 0
+    for point in np.linspace(0.05, 0.95, num_points):
+        before = state()
+        kmem.memory.limit(int(in_use + point * (peak - in_use)), "CPU")
+        try:
+            fit()
+        except tf.errors.ResourceExhaustedError:
+            num_failed += 1
+            for got, want in zip(state(), before, strict=True):
+                np.testing.assert_array_equal(got, want)
+        kmem.memory.limit(None, "CPU")
+    # Not all steps have the highest peak.
+    assert num_failed > num_points / 2
+    fit()
