@@ -18,6 +18,7 @@ import tensorflow as tf
 from kmem import batches
 from kmem import capture
 from kmem import loops
+from kmem import microbatch
 from kmem import patching
 from kmem import pipeline
 from kmem import precision
@@ -34,7 +35,6 @@ from kmem.keras_graph import applying
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
 from kmem.keras_graph.recording import Frame
-from kmem.microbatch import BatchGradient
 from kmem.microbatch import GradientStep
 from kmem.options import MemoryOptions
 from kmem.processes import Alone
@@ -102,10 +102,10 @@ class Session:
             )
         processes = self._sharded.slices if self._sharded else Alone()
         # Shards of all gradients would be a large part of what a step needs.
-        self._undoes = self._plan is not None and updates.are_early(
-            model, options
-        )
-        early = self._sharded is not None or self._undoes
+        early = self._plan is not None and updates.are_early(model, options)
+        # Of both, a step may fail between two of its updates.
+        self._undoes = early or self._dtr is not None
+        early = early or self._sharded is not None
         self._updater = Updater(
             optimizer, self._num_batches, strategy, processes, early
         )
@@ -144,7 +144,7 @@ class Session:
             test_step: Whether validation runs in mixed precision as well.
             guard: Whether a function takes the session off by itself, when
                 it raises or is called in a later `fit`.
-            undo: Whether a step that fails is undone, if updates are early.
+            undo: Whether a step is undone that may fail between its updates.
         """
         if self._sharded is not None:
             self._sharded.start()
@@ -159,7 +159,8 @@ class Session:
         for name in names:
             function = self._made[name]
             if name == "train_function" and undo and self._undoes:
-                self.build()
+                if self._is_built():
+                    self.build()
                 function = updates.undone_if_failed(
                     function, model, lambda: self.state
                 )
@@ -176,7 +177,7 @@ class Session:
         # a branch inside XLA copies all that it may assign.
         separately = self._num_batches > 1 and jit_compile
         if separately and not model.run_eagerly:
-            self._gradient = _compiled(self.gradient_step)
+            self._gradient = microbatch.compiled(self.gradient_step)
         plain = {name: getattr(model, name) for name in _FUNCTIONS}
         try:
             if separately or self._sharded is not None:
@@ -261,6 +262,9 @@ class Session:
         with self.model.distribute_strategy.scope():
             build_optimizer(self._optimizer, self.model.trainable_variables)
 
+    def _is_built(self) -> bool:
+        return all(layer.built for layer in capture.all_layers(self.model))
+
     def end_group(self) -> None:
         """Applies the last, incomplete group of batches."""
         with self._updating():
@@ -278,8 +282,7 @@ class Session:
         except tf.errors.ResourceExhaustedError as error:
             failed, message = self._dtr, error.message
             # Variables that a step makes could not be given back.
-            unbuilt = any(not x.built for x in capture.all_layers(self.model))
-            if failed is None or self._captures or unbuilt:
+            if failed is None or self._captures or not self._is_built():
                 raise
         self.build()
         step = functools.partial(self._rehearse, data, failed)
@@ -373,23 +376,6 @@ def option_precision(model, options: MemoryOptions):
     if options.mixed_precision is None:
         return contextlib.nullcontext()
     return precision.applied(model, options.mixed_precision)
-
-
-def _compiled(gradient_step):
-    """The same step, its computation compiled by XLA."""
-    batch: Any = None
-
-    @functools.partial(releasing.function, jit_compile=True)
-    def tensors(data):
-        nonlocal batch
-        batch = gradient_step(data)
-        return batch.gradients, batch.denominators, batch.logs
-
-    def run(data) -> BatchGradient:
-        gradients, denominators, logs = tensors(data)
-        return BatchGradient(gradients, denominators, batch.variables, logs)
-
-    return run
 
 
 def _as_tensor(leaf):

@@ -71,8 +71,9 @@ def undone_if_failed(
 ) -> Callable:
     """A train function that leaves no update of a step that fails.
 
-    An early update cannot wait to see whether all of its step succeeds. So
-    what a step changes is kept outside of the device until it is done.
+    An early update cannot wait to see whether all of its step succeeds, nor
+    can one that runs operator by operator. So what a step changes is kept
+    outside of the device until it is done.
 
     Args:
         function: A train function, which takes an iterator.

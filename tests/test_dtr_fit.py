@@ -407,3 +407,45 @@ def test_functions_inside_of_a_step_are_traced_without_the_device():
 
     check_same(train(make, dtr=True), train(make, run_eagerly=True))
     assert float(twice(tf.constant(1.5))) == 3
+
+
+@pytest.mark.parametrize("compile", ["layers", None])
+def test_a_step_that_fails_leaves_weights_and_optimizer_as_they_were(
+    compile, monkeypatch, native_library
+):
+    """Also where memory runs out between two updates."""
+    # Without a search for what would do, which takes most of the time.
+    monkeypatch.setattr(
+        "kmem.session.with_least_threshold",
+        lambda threshold, message, step, reserved: (
+            tf.errors.ResourceExhaustedError(None, None, message)
+        ),
+    )
+    keras.utils.set_random_seed(0)
+    hidden = [layers.Dense(256, "tanh") for _ in range(3)]
+    model = keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(global_clipnorm=1.0), "mse")
+    x = np.random.default_rng(0).normal(size=(64, 64)).astype("float32")
+
+    def fit(threshold):
+        option = kmem.DTR(threshold, compile=compile)
+        kmem.wrap(model).fit(x, x[:, :1], 64, verbose=0, dtr=option)
+
+    def state():
+        changed = [*model.trainable_variables, *model.optimizer.variables]
+        return [variable.numpy() for variable in changed]
+
+    fit(0)
+    in_use = kmem.memory.current("CPU")
+    with kmem.memory.track("CPU") as usage:
+        fit(0)
+    num_failed = 0
+    for share in np.linspace(0.1, 0.9, 9):
+        before = state()
+        try:
+            fit(int(in_use + share * (usage.peak_bytes - in_use)))
+        except tf.errors.ResourceExhaustedError:
+            num_failed += 1
+            for got, want in zip(state(), before, strict=True):
+                np.testing.assert_array_equal(got, want)
+    assert num_failed > 2
