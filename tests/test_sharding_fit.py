@@ -246,6 +246,13 @@ def _constrained():
     return cases.constraints()[0]
 
 
+def _spectral():
+    dense = keras.layers.SpectralNormalization(keras.layers.Dense(1))
+    model = keras.Sequential([keras.Input((5,)), dense])
+    model.compile("sgd", "mse")
+    return model
+
+
 def _replicated():
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
         return cases.dense()
@@ -264,6 +271,8 @@ def _replicated():
         (_constrained, {}, "which `NonNeg` does"),
         (_unbuilt, {}, "a model that is built"),
         (_replicated, {}, "MirroredStrategy"),
+        (_spectral, {"sharding": "full"}, 'use `sharding="optimizer"`'),
+        (_spectral, {"sharding": "gradients"}, 'use `sharding="optimizer"`'),
         (
             _compiled(),
             {"sharding": kmem.Sharding(units=("nobody",))},

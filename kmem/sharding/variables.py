@@ -115,6 +115,16 @@ class ShardedVariable(keras.Variable):
     def handle(self):
         return self.shard.variable.handle
 
+    def assign(self, value):
+        if self.trainable and id(self) in _prepared.get():
+            raise ValueError(
+                "`sharding` gathers a layer's weights before it is called, "
+                "and cannot train one that assigns them in its `call`, as "
+                '`SpectralNormalization` does: use `sharding="optimizer"`. '
+                f"Received: an assignment to {self.path}"
+            )
+        return super().assign(value)
+
     def _direct_assign(self, value):
         value = tf.cast(value, self.shard.variable.dtype)
         if _shards.get():
