@@ -43,6 +43,24 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return [each for each in inside if id(each) not in deeper]
 
 
+def variables(model, optimizer) -> list:
+    """What a model's step may change.
+
+    Args:
+        model: The model.
+        optimizer: What the step sees as `model.optimizer`.
+    """
+    found = [model, optimizer, *optimizers(model), *model.metrics]
+    known = {id(v): v for each in found for v in each.variables}
+    # Some are not among `variables`, such as the states of recurrent layers.
+    for layer in all_layers(model):
+        for value in vars(layer).values():
+            for each in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(each, keras.Variable | tf.Variable):
+                    known[id(each)] = each
+    return list(known.values())
+
+
 def has_default_step(model) -> bool:
     """Whether the model's `train_step` is Keras's own."""
     step = getattr(model.train_step, "__func__", None)

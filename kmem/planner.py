@@ -19,6 +19,7 @@ from kmem import memory
 from kmem import updates
 from kmem import xla
 from kmem.accumulation import build_optimizer
+from kmem.capture import DiscardedState
 from kmem.capture import all_layers
 from kmem.correcting import Corrector
 from kmem.correcting import Learned
@@ -289,8 +290,9 @@ def build(model: keras.Model, batch) -> None:
     if all(layer.built for layer in all_layers(model)):
         return
     x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
-    with model.distribute_strategy.scope():
-        model(batches.made_up(batches.part_of(x, batches.num_rows(x) or 1)))
+    made_up = batches.made_up(batches.part_of(x, batches.num_rows(x) or 1))
+    with model.distribute_strategy.scope(), DiscardedState():
+        model(made_up)
 
 
 def _part(batch, options: MemoryOptions) -> Any:

@@ -69,7 +69,7 @@ def rehearse(session: Session, batch) -> Rehearsal | None:
     """
     accumulates = session.options.gradient_accumulation_steps is not None
     group = agreeing.processes(session.options)
-    with _rehearsing(session):
+    with _rehearsing(session, batch):
         seen = rehearse_steps(session.model, batch, accumulates, group)
         if seen is None:
             return None
@@ -116,7 +116,7 @@ def rehearse_on_batch(
     """
     data = batches.made_up(batch)
     num_steps = _num_steps(session.model, accumulates=False)
-    with _rehearsing(session):
+    with _rehearsing(session, batch):
         return _measured(
             session.on_batch(),
             data,
@@ -127,9 +127,9 @@ def rehearse_on_batch(
 
 
 @contextlib.contextmanager
-def _rehearsing(session: Session) -> Iterator[None]:
+def _rehearsing(session: Session, batch) -> Iterator[None]:
     """Within, the model trains in a session; then it is as it was."""
-    session.build()
+    session.build(batch)
     with unchanged(session):
         try:
             with installed(session):

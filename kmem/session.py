@@ -254,13 +254,24 @@ class Session:
     @property
     def state(self) -> list:
         """The variables that a step may change."""
-        changed = [self.model, self._optimizer, *self.model.metrics]
-        return stored([v for each in changed for v in each.variables])
+        return stored(capture.variables(self.model, self._optimizer))
 
-    def build(self) -> None:
-        """Makes the variables that the first step would make."""
-        with self.model.distribute_strategy.scope():
+    def build(self, batch=None) -> None:
+        """Makes the variables that the first step would make.
+
+        Args:
+            batch: What the step gets, as `tf.TensorSpec`s. It is traced for
+                the optimizers that a `train_step` has besides the model's.
+        """
+        strategy = self.model.distribute_strategy
+        with strategy.scope():
             build_optimizer(self._optimizer, self.model.trainable_variables)
+        others = capture.optimizers(self.model)
+        if batch is not None and not all(each.built for each in others):
+            step = self._user_train_step
+            releasing.function(
+                lambda data: strategy.run(step, args=(data,))
+            ).get_concrete_function(batch)
 
     def _is_built(self) -> bool:
         return all(layer.built for layer in capture.all_layers(self.model))

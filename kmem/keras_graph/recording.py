@@ -163,7 +163,7 @@ def record(model: keras.Model, batch) -> Recording:
         recorder.start(batch)
         with capture.DiscardedState(), opening.opened(model, recorder):
             predictions = model(x, training=True)
-            recorder.record_loss(model, predictions, *targets)
+            recorder.record_loss(model, x, predictions, *targets)
         recorder.find_seams()
 
     releasing.function(trace).get_concrete_function(batch)
@@ -195,16 +195,19 @@ class _Recorder(opening.Visitor):
     def start(self, batch) -> None:
         self.recording.inputs = self._new_values(_tensors(batch))
 
-    def record_loss(self, model, predictions, y, sample_weight) -> None:
-        def loss(predictions, y, sample_weight):
-            if y is None or not (model.compiled and _has_loss(model)):
+    def record_loss(self, model, x, predictions, y, sample_weight) -> None:
+        def loss(predictions, y, sample_weight, x):
+            own = model.compiled and _has_own_loss(model)
+            if not own and (y is None or not _has_loss(model)):
                 return _mean(predictions)
             return model.compute_loss(
-                y=y, y_pred=predictions, sample_weight=sample_weight
+                x=x, y=y, y_pred=predictions, sample_weight=sample_weight
             )
 
         self.recording.outputs = self._known(_tensors(predictions))
-        self._call("loss", loss, loss, (predictions, y, sample_weight), {})
+        # Keras's own does not read it, which would then be kept for it.
+        x = x if _has_own_loss(model) else None
+        self._call("loss", loss, loss, (predictions, y, sample_weight, x), {})
 
     def run_line(self, model, line, values, bind):
         if self._frames and self._frames[-1] is None:
@@ -388,10 +391,14 @@ def _graph() -> tf.Graph:
     return tf.compat.v1.get_default_graph()
 
 
+def _has_own_loss(model: keras.Model) -> bool:
+    return type(model).compute_loss is not keras.Model.compute_loss
+
+
 def _has_loss(model: keras.Model) -> bool:
-    """Whether `compute_loss` gives one: a `train_step` may have its own."""
-    own = type(model).compute_loss is not keras.Model.compute_loss
-    return own or model.loss is not None or bool(model.losses)
+    """Whether Keras's `compute_loss` gives one: a `train_step` may have its
+    own."""
+    return model.compiled and (model.loss is not None or bool(model.losses))
 
 
 def _mean(predictions):

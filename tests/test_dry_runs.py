@@ -1,0 +1,104 @@
+"""What is run before training, to plan or to choose, changes nothing."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import kmem
+
+pytestmark = pytest.mark.usefixtures("native_library")
+
+X = np.random.default_rng(0).normal(size=(8, 3, 4)).astype("float32")
+ROWS = 4
+
+
+def stateful():
+    inputs = keras.Input(batch_shape=(ROWS, 3, 4))
+    outputs = layers.LSTM(2, stateful=True)(inputs)
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", "mse")
+    return model
+
+
+class CountingCalls(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.calls = self.add_variable((), "zeros", trainable=False)
+        self.dense = layers.Dense(2)
+
+    def call(self, x):
+        self.calls.assign(self.calls + 1)
+        return self.dense(x[:, 0])
+
+
+def counting():
+    model = CountingCalls()
+    model.compile("sgd", "mse")
+    return model
+
+
+class TwoOptimizers(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = layers.Dense(3), layers.Dense(2)
+        self.other = keras.optimizers.Adam()
+
+    def call(self, x):
+        return self.last(self.first(x[:, 0]))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        for optimizer, layer in (
+            (self.optimizer, self.first),
+            (self.other, self.last),
+        ):
+            weights = layer.trainable_weights
+            optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def two_optimizers():
+    model = TwoOptimizers()
+    model.compile("adam")
+    return model
+
+
+class LossOfInputs(CountingCalls):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return keras.ops.mean((y_pred - y - x[:, 0, :2]) ** 2)
+
+
+def of_inputs():
+    model = LossOfInputs()
+    model.compile("sgd")
+    return model
+
+
+def trained(make, **options):
+    keras.utils.set_random_seed(0)
+    model = kmem.wrap(make())
+    y = X[:, 0, :2]
+    model.fit(X, y, ROWS, epochs=2, shuffle=False, verbose=0, **options)
+    states = [s for each in model.layers for s in getattr(each, "states", [])]
+    other = getattr(model, "other", model.optimizer)
+    return [np.asarray(v) for v in (*model.weights, *states, *other.variables)]
+
+
+PLAN, BUDGET = {"remat": "auto"}, {"memory_budget": "8GB"}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (stateful, PLAN),
+        *((make, PLAN) for make in (counting, two_optimizers, of_inputs)),
+        *((make, BUDGET) for make in (counting, two_optimizers, of_inputs)),
+    ],
+)
+def test_training_starts_where_keras_would(make, options):
+    for got, want in zip(trained(make, **options), trained(make), strict=True):
+        np.testing.assert_array_equal(got, want)
