@@ -196,9 +196,13 @@ class _Recorder(opening.Visitor):
         self.recording.inputs = self._new_values(_tensors(batch))
 
     def record_loss(self, model, x, predictions, y, sample_weight) -> None:
+        # A `train_step` may have a loss of its own, and no compiled one.
+        own = type(model).compute_loss is not keras.Model.compute_loss
+        given = y is not None and (model.loss is not None or model.losses)
+        is_known = model.compiled and (own or given)
+
         def loss(predictions, y, sample_weight, x):
-            own = model.compiled and _has_own_loss(model)
-            if not own and (y is None or not _has_loss(model)):
+            if not is_known:
                 return _mean(predictions)
             return model.compute_loss(
                 x=x, y=y, y_pred=predictions, sample_weight=sample_weight
@@ -206,8 +210,8 @@ class _Recorder(opening.Visitor):
 
         self.recording.outputs = self._known(_tensors(predictions))
         # Keras's own does not read it, which would then be kept for it.
-        x = x if _has_own_loss(model) else None
-        self._call("loss", loss, loss, (predictions, y, sample_weight, x), {})
+        arguments = predictions, y, sample_weight, x if own else None
+        self._call("loss", loss, loss, arguments, {})
 
     def run_line(self, model, line, values, bind):
         if self._frames and self._frames[-1] is None:
@@ -389,16 +393,6 @@ def _tensors(structure) -> tuple[tf.Tensor, ...]:
 
 def _graph() -> tf.Graph:
     return tf.compat.v1.get_default_graph()
-
-
-def _has_own_loss(model: keras.Model) -> bool:
-    return type(model).compute_loss is not keras.Model.compute_loss
-
-
-def _has_loss(model: keras.Model) -> bool:
-    """Whether Keras's `compute_loss` gives one: a `train_step` may have its
-    own."""
-    return model.compiled and (model.loss is not None or bool(model.losses))
 
 
 def _mean(predictions):
