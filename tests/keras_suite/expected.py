@@ -1,0 +1,58 @@
+"""Keras's tests that do not pass under options, each with the reason.
+
+A test that an entry names must fail, with the words that the entry says: one
+that passes is an error, so that the list stays short.
+"""
+
+import dataclasses
+import fnmatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """Tests that do not pass.
+
+    Attributes:
+        tests: A pattern of names, such as `trainers/*::test_fit_*`.
+        says: Words of the error.
+        why: Why that is right.
+        sets: The sets of options, as in `options.SETS`.
+    """
+
+    tests: str
+    says: str
+    why: str
+    sets: tuple[str, ...]
+
+    def names(self, option_set: str, test: str) -> bool:
+        return option_set in self.sets and fnmatch.fnmatch(test, self.tests)
+
+
+_MICROBATCHES = ("microbatches", "microbatches_and_remat")
+
+LISTED: list[Listed] = [
+    Listed(
+        "trainers/trainer_test.py::TestTrainer::test_fit_sparse_*",
+        says="False is not true",
+        why="the test wants a sparse gradient; those of parts are added up",
+        sets=_MICROBATCHES,
+    ),
+]
+
+# What a refusal says. Every test whose `fit` raises one is listed by it.
+REFUSALS: dict[str, tuple[str, ...]] = {
+    "`microbatches` must not be larger than the batch": _MICROBATCHES,
+    "call `model.compile(jit_compile=False)`": ("dtr", "sharding"),
+    "`dtr` must have one replica in a process": ("dtr",),
+    "`memory_budget` must have one replica in a process": ("memory_budget",),
+    "Gradients must be accumulated by kmem or by the optimizer": (
+        "accumulation",
+        "accumulation_of_one",
+    ),
+    "`sharding` needs a model that is built": ("sharding",),
+    "`sharding` needs an optimizer": ("sharding",),
+    "`sharding` needs constraints": ("sharding",),
+    "exclude each other": ("sharding",),
+    "`remat` must be a `kmem.Plan`": ("remat", "microbatches_and_remat"),
+    "`mixed_precision` needs float32 layers": ("mixed_precision",),
+}

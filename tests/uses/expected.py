@@ -1,0 +1,69 @@
+"""What is not simply equal to Keras alone, and why.
+
+A cell of the table is (use, option). What is in neither dictionary is equal,
+to rounding; under `mixed_precision`, within what 16 bits can tell.
+"""
+
+_PARTS = ("microbatches", "gradient_accumulation_steps")
+
+# The words with which an option refuses a use, before anything is trained.
+REFUSED: dict[tuple[str, str], str] = {
+    ("subclassed", "sharding"): "`sharding` needs a model that is built",
+    ("spectral_normalization", "sharding"): (
+        "cannot train one that assigns them in its `call`"
+    ),
+    ("stateful_rnn", "microbatches"): (
+        "cannot be used with layers that keep a state for each example"
+    ),
+    ("jit_compile", "dtr"): "call `model.compile(jit_compile=False)`",
+    ("jit_compile", "sharding"): "call `model.compile(jit_compile=False)`",
+    ("train_step_with_two_optimizers", "microbatches"): "second update",
+    ("train_step_with_two_optimizers", "gradient_accumulation_steps"): (
+        "second update"
+    ),
+    ("train_step_with_two_optimizers", "sharding"): "second update",
+    ("lora_on_int8", "mixed_precision"): (
+        "`mixed_precision` needs float32 layers"
+    ),
+    ("stateful_rnn", "memory_budget"): (
+        "cannot be used with layers that keep a state for each example"
+    ),
+    ("stateful_rnn", "sharding"): (
+        "cannot be used with layers that keep a state for each example"
+    ),
+}
+
+# Why the numbers are others; docs/accumulation.md says so as well.
+DIFFERS: dict[tuple[str, str], str] = {
+    **{
+        ("batch_normalization", option): (
+            "each micro-batch is normalized by its own statistics"
+        )
+        for option in _PARTS
+    },
+    **{
+        ("dropout", option): "random layers draw anew for every micro-batch"
+        for option in _PARTS
+    },
+    ("dropout", "mixed_precision"): "random numbers of 16 bits are others",
+    **{
+        ("embedding_with_adam", option): (
+            "the gradients of an id that occurs several times are added up "
+            "before the optimizer squares them"
+        )
+        for option in (*_PARTS, "sharding")
+    },
+    ("spectral_normalization", "gradient_accumulation_steps"): (
+        "its vector changes with each of the loader's batches, as in Keras"
+    ),
+    ("stateful_rnn", "gradient_accumulation_steps"): (
+        "it keeps a state for each example of the loader's batches"
+    ),
+}
+
+
+# Not yet as they shall be.
+WAITING: set[tuple[str, str]] = {
+    ("add_loss", "mixed_precision"),
+    ("regularizers", "mixed_precision"),
+}
