@@ -7,6 +7,9 @@ an error that says what to do instead.
 from collections.abc import MutableMapping
 from typing import Any
 
+import keras
+import tensorflow as tf
+
 from kmem import batches
 from kmem import capture
 from kmem.options import MemoryOptions
@@ -14,6 +17,10 @@ from kmem.sharding import refusals
 
 _TRACED_APART = ("microbatches", "gradient_accumulation_steps", "remat")
 _SPLITTING = ("microbatches", "memory_budget", "sharding")
+_NOT_DENSE = (
+    *(tf.RaggedTensor, tf.RaggedTensorSpec),
+    *(tf.SparseTensor, tf.SparseTensorSpec),
+)
 _ADDING_UP = ("microbatches", "gradient_accumulation_steps", "memory_budget")
 
 
@@ -104,6 +111,18 @@ def _check_dtr(model) -> None:
         )
 
 
+def _check_is_dense(arguments: MutableMapping[str, Any], name: str) -> None:
+    x = arguments.get("x")
+    given = [getattr(x, "element_spec", x), arguments.get("y")]
+    for leaf in keras.tree.flatten(given):
+        if isinstance(leaf, _NOT_DENSE):
+            raise ValueError(
+                f"`{name}` plans for batches of a fixed shape: give `fit` "
+                "dense tensors, or use `microbatches` or `dtr`. Received: "
+                f"{type(leaf).__name__}"
+            )
+
+
 def check_batch(
     arguments: MutableMapping[str, Any], options: MemoryOptions
 ) -> None:
@@ -111,8 +130,11 @@ def check_batch(
 
     Raises:
         ValueError: If batches are known to have fewer rows than micro-batches
-            are asked for.
+            are asked for, or have no shape to plan for.
     """
+    for name in ("remat", "memory_budget"):
+        if getattr(options, name) is not None:
+            _check_is_dense(arguments, name)
     if options.microbatches is None:
         return
     rows = batches.batch_rows(arguments)

@@ -340,3 +340,21 @@ def test_a_misspelt_layer_to_leave_out_is_corrected():
             model, MixedPrecision("float16", exclude=["hiden"])
         ):
             pass
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_penalties_of_activations_are_added_to_the_loss(dtype):
+    """Also that what Keras adds them up with is where it was."""
+    keras.utils.set_random_seed(0)
+    layer = keras.layers.Dense(3, activity_regularizer="l2")
+    model = keras.Sequential([keras.Input((4,)), layer])
+    model.compile("sgd", "mse")
+    x = np.ones((8, 4), "float32")
+    want = model.evaluate(x, x[:, :3], verbose=0)
+
+    history = kmem.wrap(model).fit(
+        x, x[:, :3], mixed_precision=dtype, verbose=0
+    )
+
+    np.testing.assert_allclose(history.history["loss"], want, rtol=0.02)
+    assert "_aggregate_additional_loss" not in vars(model)

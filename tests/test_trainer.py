@@ -188,6 +188,24 @@ def test_options_that_no_keras_fit_was_given_are_told():
         kmem.wrap(model).fit(NUMBERS, TARGETS, microbatches=2)
 
 
+@pytest.mark.parametrize("option", ["remat", "memory_budget"])
+@pytest.mark.parametrize("in_data_set", [False, True])
+def test_batches_without_a_fixed_shape_are_refused(option, in_data_set):
+    class Mean(keras.layers.Layer):
+        def call(self, x):
+            return tf.reduce_mean(x, axis=1)
+
+    model = keras.Sequential([Mean(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = tf.ragged.constant([[[1.0]], [[2.0], [3.0]]], 1), tf.ones((2, 1))
+    data = {"x": x, "y": y}
+    if in_data_set:
+        data = {"x": tf.data.Dataset.from_tensors((x, y))}
+
+    with pytest.raises(ValueError, match="use `microbatches` or `dtr`"):
+        kmem.wrap(model).fit(**data, **{option: "8GB"})
+
+
 def test_a_list_of_callbacks_is_given_back_as_it_was(model, arguments):
     history = keras.callbacks.History()
     callbacks = keras.callbacks.CallbackList([history], model=model)

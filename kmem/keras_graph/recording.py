@@ -374,15 +374,9 @@ class _Recorder(opening.Visitor):
                 kept += num_bytes(tensor)
             waiting += tensor.op.inputs
         before = self._ends[-1] if self._ends else 0
+        call = None, (None, {}), ((), {})
         self._append(
-            f"before {name}",
-            None,
-            (None, {}),
-            ((), {}),
-            read,
-            tuple(unknown),
-            before,
-            kept,
+            f"before {name}", *call, read, tuple(unknown), before, kept
         )
 
 

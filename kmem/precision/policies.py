@@ -9,6 +9,7 @@ itself.
 
 import contextlib
 import difflib
+import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -114,6 +115,13 @@ class _Entry:
                 call = guards.guarded(layer, option, left_out)
                 self._changes.enter_context(attribute(layer, "call", call))
 
+        add_up = functools.partial(
+            _in_32_bits, model._aggregate_additional_loss
+        )
+        self._changes.enter_context(
+            attribute(model, "_aggregate_additional_loss", add_up)
+        )
+
     def _replace_policy(self, layer):
         # Past the public setter, which edits a `DTypePolicyMap` that layers
         # may share: the order and the patterns of its keys would be lost.
@@ -129,6 +137,16 @@ class _Entry:
             policy = layer._dtype_policy
             if isinstance(policy, _Policy) and policy.entry is self:
                 object.__setattr__(layer, "_dtype_policy", policy.replaced)
+
+
+def _in_32_bits(add_up, loss):
+    """A penalty of activations that are 16 bits, to be added to a loss.
+
+    Keras adds up in the dtype of the first loss, and ends in an error where
+    another one differs. The method is private there;
+    tests/test_precision.py fails if it moves.
+    """
+    return add_up(keras.ops.cast(loss, "float32"))
 
 
 def _excluded(layers, option) -> set:
