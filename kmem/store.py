@@ -98,10 +98,6 @@ class Store:
             cache.make_private(folder)
             self._save(thing, folder / f"{name}-{in_use_bytes}.json")
 
-    def forget(self) -> None:
-        """Forgets what this process has kept; what is on disk stays."""
-        self._kept.clear()
-
     def folder(self) -> pathlib.Path:
         """Where things are on disk. It may not exist yet."""
         return cache.folder() / self.name

@@ -39,5 +39,5 @@ def main():
     for dtype in ("float32", "bfloat16", "bool", "uint32", "int8"):
         sent = group.broadcast(tf.cast([1, group.rank], dtype), "state")
         results[f"broadcast {dtype}"] = tf.cast(sent, tf.int32).numpy().tolist()
-    group.barrier("end")
+    group.all_reduce(tf.zeros([1]), "end")
     return results

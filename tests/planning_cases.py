@@ -7,6 +7,21 @@ from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.network import Stage
 from kmem.planning.simulate import simulate
+from kmem.planning.solvers import flat
+from kmem.planning.solvers.chain import ChainSolver
+
+
+def frontier(network: Network, num_budgets: int = 30) -> list:
+    """Plans with rising peaks and falling times."""
+    solver = ChainSolver(network)
+    full, _ = cost(network, ())
+    smallest = solver.smallest.peak_bytes
+    points: dict[int, flat.Point] = {}
+    for number in range(num_budgets):
+        share = number / (num_budgets - 1)
+        point = solver.within(smallest + int(share * (full - smallest)))
+        points[point.peak_bytes] = point
+    return list(points.values())
 
 
 def chain(values, saved, forward, backward=None) -> Network:

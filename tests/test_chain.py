@@ -151,8 +151,9 @@ def test_memory_of_uniform_chains_grows_with_the_square_root():
     peaks = []
     for count in (16, 64):
         network = cases.chain([1] * (count + 1), [1] * count, [1] * count)
-        solver = chain.ChainSolver(network)
-        points = [p for p in solver.frontier(100) if p.seconds <= 3 * count]
+        points = [
+            p for p in cases.frontier(network, 100) if p.seconds <= 3 * count
+        ]
         peaks.append(points[0].peak_bytes - network.graph.constant_bytes)
     assert peaks[1] <= 2 * peaks[0]
 
@@ -195,7 +196,7 @@ def test_stages_that_run_once_are_in_no_segment():
     stages = list(network.stages)
     stages[3] = Stage(**{**vars(stages[3]), "recomputable": False})
     network = Network(tuple(stages), network.value_bytes, network.inputs)
-    for point in chain.ChainSolver(network).frontier():
+    for point in cases.frontier(network):
         assert not any(s.start <= 3 < s.stop for s in point.segments)
 
 
@@ -204,7 +205,7 @@ def test_segments_begin_and_end_on_one_line():
     network = Network(
         network.stages, network.value_bytes, network.inputs, ((0, 4), (1, 3))
     )
-    points = chain.ChainSolver(network).frontier()
+    points = cases.frontier(network)
     assert len(points) > 1
     assert all(cases.is_allowed(network, p.segments) for p in points)
 
@@ -221,7 +222,7 @@ def test_more_budget_never_takes_more_time():
 
 def test_frontier_trades_time_for_memory():
     network = cases.random_network(random.Random(1), 30)
-    points = chain.ChainSolver(network).frontier(20)
+    points = cases.frontier(network, 20)
     assert 5 < len(points) <= 20
     assert points[-1].segments == ()
     for less, more in zip(points, points[1:], strict=False):

@@ -3,12 +3,12 @@
 import pytest
 import tensorflow as tf
 from planning_cases import chain
+from planning_cases import frontier
 
 from kmem.correcting import Corrector
 from kmem.correcting import Learned
 from kmem.planning.choosing import Chooser
 from kmem.planning.errors import InfeasibleBudget
-from kmem.planning.solvers.chain import ChainSolver
 from kmem.rehearsal import Rehearsal
 
 LENGTH, BUDGET, IN_USE = 40, 24_000, 500
@@ -33,7 +33,7 @@ def corrector(needs, spread_bytes=0, mode="graph"):
 
 def quickest(needs):
     """The least time of the plans that keep the budget."""
-    points = ChainSolver(NETWORK).frontier(200)
+    points = frontier(NETWORK, 200)
     return min(p.seconds for p in points if needs(p.peak_bytes) <= BUDGET)
 
 

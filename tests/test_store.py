@@ -91,7 +91,7 @@ def test_a_model_is_measured_and_planned_for_once(monkeypatch):
     gc.collect()
     first = kmem.plan(make(), (x, x))
     monkeypatch.setattr(planner, "_learned", {})
-    planner._plans.forget()
+    planner._plans._kept.clear()
 
     def measure(*_):
         raise AssertionError("measured again")

@@ -116,10 +116,6 @@ class Engine:
 
         return call
 
-    def barrier(self, name: str) -> None:
-        """Waits until every process is here."""
-        self.all_reduce(tf.zeros([1]), name)
-
 
 class _Group(Engine):
     """One process of several."""

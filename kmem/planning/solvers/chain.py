@@ -53,7 +53,6 @@ class ChainSolver:
     )
     network = Network(stages, (100,) * 17, inputs=frozenset({0}))
     solver = ChainSolver(network)
-    [(point.peak_bytes, point.seconds) for point in solver.frontier()]
     solver.within(solver.smallest.peak_bytes + 200).segments
     ```
     """
@@ -116,24 +115,6 @@ class ChainSolver:
             steps, -seconds, key=lambda s: -self._point(s).seconds
         )
         return self._point(step)
-
-    def frontier(self, num_points: int = 30) -> list[flat.Point]:
-        """Plans with rising peaks and falling times.
-
-        Args:
-            num_points: How many to evaluate; fewer are returned if some are
-                better than others in both.
-        """
-        count = len(self._steps)
-        wanted = np.linspace(self._steps[0], self._steps[-1], num_points)
-        steps = np.searchsorted(self._steps, wanted).clip(0, count - 1)
-        points = [self._point(int(step)) for step in np.unique(steps)]
-        points.sort(key=lambda point: (point.peak_bytes, point.seconds))
-        best = []
-        for point in points:
-            if not best or point.seconds < best[-1].seconds:
-                best.append(point)
-        return best
 
 
 def _places(network: Network) -> list[int]:
