@@ -127,6 +127,19 @@ def planned_errors(strategy):
     return relative_error(state(model), state(want)), log_error(logs, history)
 
 
+def planned_in_scope_error(strategy):
+    """The same of a `fit` within the strategy's scope, which is no replica."""
+
+    def trained(**options):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model, arguments = deep()
+            kmem.wrap(model).fit(**arguments, verbose=0, **options)
+        return state(model)
+
+    return relative_error(trained(remat="auto"), trained())
+
+
 def refusal(strategy):
     """What is said of what replicas cannot do."""
     with strategy.scope():
@@ -190,6 +203,7 @@ def main():
     ]
     results["16 bits"] = synchronized_in_16_bits(strategy)
     results["remat"] = planned_errors(strategy)
+    results["remat in scope"] = [planned_in_scope_error(strategy)]
     results["refused"] = refusal(strategy)
     results["overflow of Keras's scale"] = (
         after_an_overflow_in_the_second_replica(

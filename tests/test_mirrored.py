@@ -51,8 +51,9 @@ def test_layers_that_synchronize_replicas_compute_in_16_bits(results):
     assert results["16 bits"][0] == "bfloat16"
 
 
-def test_a_plan_changes_nothing_on_two_replicas(results):
-    assert max(results["remat"]) < 1e-12
+@pytest.mark.parametrize("when", ["remat", "remat in scope"])
+def test_a_plan_changes_nothing_on_two_replicas(results, when):
+    assert max(results[when]) < 1e-12
 
 
 def test_what_replicas_cannot_do_is_refused(results):

@@ -105,10 +105,8 @@ class _Step:
         self._run = run
         self._inputs = [_spec(t) for t in tensors]
         self._results = [_spec(t) for t in call.results]
-        self._variables = [
-            variable.value
-            for variable in getattr(call.operation, "trainable_variables", [])
-        ]
+        trained = getattr(call.operation, "trainable_variables", [])
+        self._variables = [_of_one_replica(v.value) for v in trained]
         variables = getattr(call.operation, "variables", [])
         self._parameter_bytes = sum(num_bytes(v.value) for v in variables)
 
@@ -152,8 +150,7 @@ class _Step:
             forward_seconds=seconds,
             backward_seconds=max(gradient_seconds, 0.0),
             forward_workspace_bytes=max(
-                0,
-                forward_peak - sum(map(num_bytes, self._results)),
+                0, forward_peak - sum(map(num_bytes, self._results))
             ),
             backward_workspace_bytes=max(0, backward_peak - made),
         )
@@ -369,15 +366,14 @@ def _computed_seconds(function) -> float:
 
 def _computed_peak_bytes(function) -> int:
     """What a graph makes, at its peak if its operations run in order."""
-    graph = function.graph
-    operations = graph.get_operations()
+    operations = function.graph.get_operations()
     last_reader = {
         root(tensor).ref(): number
         for number, operation in enumerate(operations)
         for tensor in operation.inputs
     }
     # Results stay.
-    results = {root(tensor).ref() for tensor in graph.outputs}
+    results = {root(tensor).ref() for tensor in function.graph.outputs}
     in_use = peak_bytes = 0
     dies: dict[int, int] = {}
     for number, operation in enumerate(operations):
@@ -391,6 +387,13 @@ def _computed_peak_bytes(function) -> int:
         peak_bytes = max(peak_bytes, in_use)
         in_use -= dies.get(number, 0)
     return peak_bytes
+
+
+def _of_one_replica(variable):
+    """What is read of a variable, outside of all replicas."""
+    if not isinstance(variable, tf.distribute.DistributedValues):
+        return variable
+    return variable.distribute_strategy.experimental_local_results(variable)[0]
 
 
 def _spec(tensor: tf.Tensor) -> tf.TensorSpec:
