@@ -87,7 +87,7 @@ class DeviceSession:
         self.limit_bytes = self._limit_bytes
         made = NativeOptions(
             threshold_bytes=_NO_LIMIT,
-            evictee_minimum_bytes=options.evictee_minimum_size,
+            evictee_minimum_bytes=int(options.evictee_minimum_size),
             recomputation_limit=_NO_LIMIT,
             sqrt_sampling=options.enable_sqrt_sampling,
         )
