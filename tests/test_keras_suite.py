@@ -29,8 +29,8 @@ PART = 48
 def run(option_set, folder, **environment) -> dict[str, dict]:
     """Runs tests of Keras; returns the results by name."""
     results = folder / f"{option_set}.json"
-    tests = pathlib.Path(__file__).parent
-    paths = [tests.parent, tests, *os.environ.get("PYTHONPATH", "").split(":")]
+    tests = str(pathlib.Path(__file__).parent)
+    paths = [tests, *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-W", "ignore"),
@@ -45,7 +45,7 @@ def run(option_set, folder, **environment) -> dict[str, dict]:
         cwd=folder,
         env=os.environ
         | {
-            "PYTHONPATH": ":".join(map(str, paths)),
+            "PYTHONPATH": os.pathsep.join(paths),
             "KMEM_SUITE_OPTIONS": option_set,
             "KMEM_SUITE_RESULTS": str(results),
         }
