@@ -40,8 +40,6 @@ def cell(number, use, option):
         quick, slow = (1, 1) if use.startswith("optimizer_") else (2, 4)
         marks = [] if turn < quick else [pytest.mark.slow] * (turn < slow)
         marks = marks or [pytest.mark.exhaustive] * (turn >= slow)
-    if (use, option) in expected.WAITING:
-        marks += [pytest.mark.xfail(strict=False)]
     return pytest.param(use, option, marks=marks, id=f"{use}-{option}")
 
 

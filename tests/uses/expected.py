@@ -60,10 +60,3 @@ DIFFERS: dict[tuple[str, str], str] = {
         "it keeps a state for each example of the loader's batches"
     ),
 }
-
-
-# Not yet as they shall be.
-WAITING: set[tuple[str, str]] = {
-    ("add_loss", "mixed_precision"),
-    ("regularizers", "mixed_precision"),
-}

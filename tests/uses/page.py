@@ -56,8 +56,6 @@ def text() -> str:
 def _cell(use: str, option: str, notes: list[str]) -> str:
     if (use, option) in expected.REFUSED:
         return "no"
-    if (use, option) in expected.WAITING:
-        return "not yet"
     reason = expected.DIFFERS.get((use, option))
     if reason is None:
         return "="
