@@ -21,7 +21,7 @@ _NOT_DENSE = (
     *(tf.RaggedTensor, tf.RaggedTensorSpec),
     *(tf.SparseTensor, tf.SparseTensorSpec),
 )
-_ADDING_UP = ("microbatches", "gradient_accumulation_steps", "memory_budget")
+_ADDING_UP = (*_SPLITTING, "gradient_accumulation_steps")
 
 
 def check(model, options: MemoryOptions) -> None:

@@ -26,23 +26,6 @@ def peak_lower_bound(graph: Graph) -> int:
     Returns:
         The most that an operation needs, with what cannot be made again; or
         all results, if that is more.
-
-    Example:
-
-    ```python
-    from kmem.planning.bounds import peak_lower_bound
-    from kmem.planning.graph import Graph
-    from kmem.planning.graph import Operation
-
-    graph = Graph(
-        operations=(
-            Operation("a", (), (0,), seconds=1.0),
-            Operation("b", (0,), (1,), seconds=1.0),
-        ),
-        tensor_bytes=(10, 20),
-    )
-    peak_lower_bound(graph)  # 30
-    ```
     """
     fixed = np.array([not op.recomputable for op in graph.operations], bool)
     at_the_end = graph.results - graph.constants
@@ -64,26 +47,6 @@ def seconds_lower_bound(graph: Graph, budget_bytes: int) -> float:
     Returns:
         At least the program's time; `math.inf` where the bound shows that no
         schedule fits.
-
-    Example:
-
-    ```python
-    from kmem.planning.bounds import seconds_lower_bound
-    from kmem.planning.graph import Graph
-    from kmem.planning.graph import Operation
-
-    graph = Graph(
-        operations=(
-            Operation("a", (), (0,), seconds=1.0),
-            Operation("b", (0,), (1,), seconds=1.0),
-            Operation("c", (1,), (2,), seconds=1.0),
-            Operation("d", (0, 2), (3,), seconds=1.0),
-        ),
-        tensor_bytes=(10, 20, 30, 5),
-    )
-    seconds_lower_bound(graph, 60)  # 4.0
-    seconds_lower_bound(graph, 50)  # 5.0: `a` runs again
-    ```
     """
     if peak_lower_bound(graph) > budget_bytes:
         return math.inf

@@ -44,26 +44,6 @@ def simulate(graph: Graph, schedule: tuple[int, ...]) -> Simulation:
     Raises:
         ValueError: If the schedule leaves an operation out, repeats one that
             is not recomputable, or reads a tensor that was not made.
-
-    Example:
-
-    ```python
-    from kmem.planning.graph import Graph, Operation
-    from kmem.planning.simulate import simulate
-
-    graph = Graph(
-        operations=(
-            Operation("a", (), (0,), seconds=1.0),
-            Operation("b", (0,), (1,), seconds=1.0),
-            Operation("c", (1,), (2,), seconds=1.0),
-            Operation("d", (0, 2), (3,), seconds=1.0),
-        ),
-        tensor_bytes=(10, 20, 30, 5),
-        results=frozenset({3}),
-    )
-    simulate(graph, (0, 1, 2, 3)).peak_bytes  # 60, when c runs
-    simulate(graph, (0, 1, 2, 0, 3)).peak_bytes  # 50, for one second more
-    ```
     """
     operations, sizes = graph.operations, graph.tensor_bytes
     _check_operations(graph, schedule)

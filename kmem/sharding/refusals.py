@@ -75,13 +75,6 @@ def _check_weight(variable) -> None:
             "itself, which `NonNeg` does. Received: constraint="
             f"{constraint!r} of {variable.path}"
         )
-    if getattr(variable, "overwrite_with_gradient", False):
-        raise ValueError(
-            "`sharding` adds up gradients, and needs weights that an "
-            "optimizer updates by them: give no model that is quantized to "
-            "float8. Received: overwrite_with_gradient=True of "
-            f"{variable.path}"
-        )
 
 
 def _check_setting(model) -> None:

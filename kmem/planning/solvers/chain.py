@@ -36,25 +36,6 @@ class ChainSolver:
         network: The network.
         num_slots: How many sizes of memory to tell apart; by default what
             takes a few seconds.
-
-    Example:
-
-    ```python
-    from kmem.planning.network import Network
-    from kmem.planning.network import Stage
-    from kmem.planning.solvers.chain import ChainSolver
-
-    stages = tuple(
-        Stage(
-            f"layer {i}", (i,), (i + 1,), kept=(i,), gradients=(i,),
-            gradient_bytes=1, forward_seconds=1.0, backward_seconds=2.0,
-        )
-        for i in range(16)
-    )
-    network = Network(stages, (100,) * 17, inputs=frozenset({0}))
-    solver = ChainSolver(network)
-    solver.within(solver.smallest.peak_bytes + 200).segments
-    ```
     """
 
     def __init__(self, network: Network, num_slots: int | None = None):
