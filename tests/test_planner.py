@@ -440,3 +440,35 @@ def test_after_fit_the_model_is_plain_again():
     assert set(vars(model)) - attributes <= {"_kmem_sessions"}
     for layer in model.layers:
         assert "call" not in vars(layer)
+
+
+class Again(layers.Layer):
+    """Runs a layer again for its gradient, whatever a plan says."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = layers.Dense(WIDTH, "tanh")
+        self.run = keras.remat(lambda x: self.layer(x))
+
+    def build(self, shape):
+        self.layer.build(shape)
+
+    def call(self, x):
+        return self.run(x)
+
+
+@pytest.mark.parametrize("budget", ["8GB", 0.9])
+def test_what_runs_again_by_itself_is_trained_within_a_plan(budget):
+    def trained(**options):
+        keras.utils.set_random_seed(0)
+        block = [layers.Dense(WIDTH, "tanh") for _ in range(6)]
+        model = keras.Sequential(
+            [keras.Input((WIDTH,)), *block[:3], Again(), *block[3:], Again()]
+        )
+        model.compile("sgd", "mse")
+        x, _ = batch()
+        kmem.wrap(model).fit(x, x, batch_size=ROWS, verbose=0, **options)
+        return model.get_weights()
+
+    for one, other in zip(trained(remat=budget), trained(), strict=True):
+        np.testing.assert_array_equal(one, other)

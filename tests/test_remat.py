@@ -7,6 +7,7 @@ import remat_cases
 import tensorflow as tf
 from keras import layers
 from keras.src.backend.common import global_state
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
@@ -564,6 +565,10 @@ def test_layers_of_keras_may_run_twice(case):
 
 
 def test_keras_and_tensorflow_keep_private_things_where_they_were():
+    assert not pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    with record.stop_recording():
+        assert pywrap_tfe.TFE_Py_TapeSetIsStopped()
+
     class Look(layers.Layer):
         def call(self, x):
             context = global_state.get_global_attribute("current_call_ctx")
@@ -640,3 +645,103 @@ def test_replicas_train_as_without(python):
 
     assert code == 0, errors
     assert float(output.splitlines()[-1]) == 0.0
+
+
+def reads_variables(function):
+    """Has a gradient of its own, which gets the variables that are read."""
+
+    @tf.custom_gradient
+    def run(x):
+        def gradient(known, variables):
+            with tf.GradientTape() as tape:
+                tape.watch([x, variables])
+                value = function(x)
+            return tape.gradient(
+                value, [x, variables], output_gradients=3 * known
+            )
+
+        return function(x), gradient
+
+    return run
+
+
+def within_and_around(function):
+    return keras.remat(remat.recompute(keras.remat(function)))
+
+
+LOOKS_FOR_VARIABLES = [
+    keras.remat,
+    tf.recompute_grad,
+    reads_variables,
+    within_and_around,
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("looks", LOOKS_FOR_VARIABLES)
+def test_what_looks_for_variables_finds_them(looks, mode):
+    keras.utils.set_random_seed(0)
+    around, dense, frozen = [
+        layers.Dense(3, "tanh", dtype="float64") for _ in range(3)
+    ]
+    for layer in (around, dense, frozen):
+        layer.build((None, 3))
+    frozen.trainable = False
+    raw = tf.Variable(np.linspace(0.5, 1, 3))
+    within = looks(lambda x: frozen(dense(dense(x))) * raw)
+    x = tf.random.stateless_normal((4, 3), (1, 2), dtype="float64")
+    weights = [*dense.trainable_weights, *around.trainable_weights]
+
+    def found(wrap):
+        def step(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = wrap(lambda x: around(within(around(x))))(x)
+                loss = tf.reduce_sum(y**2)
+            return tape.gradient(loss, [x, raw, *weights])
+
+        return in_mode(step, mode)(x)
+
+    expected = found(plain)
+    assert all(np.any(gradient) for gradient in expected)
+    again = remat.recompute
+    for wrap in (again, lambda function: again(again(function))):
+        for one, other in zip(found(wrap), expected, strict=True):
+            np.testing.assert_allclose(one, other, 1e-12, 1e-14)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_random_numbers_of_what_runs_again_by_itself_are_those_of_keras(mode):
+    def found(wrap):
+        keras.utils.set_random_seed(0)
+        block = [layers.Dense(4), layers.Dropout(0.5, seed=1)]
+        for layer in block:
+            layer.build((None, 4))
+        again = keras.remat(lambda x: block[1](block[0](x), training=True))
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = loss_of(wrap(again)(x))
+            return tape.gradient(loss, block[0].trainable_weights)
+
+        step = in_mode(step, mode)
+        return [*step(tf.ones((3, 4))), *step(tf.ones((3, 4)))]
+
+    assert_same(found(remat.recompute), found(plain), mode)
+
+
+def test_nothing_stays_a_variable_that_is_none():
+    layer = layers.Dense(2)
+    layer.build((None, 2))
+    values = []
+
+    def function(x):
+        values.append(layer.kernel.value)
+        return layer(x)
+
+    with tf.GradientTape() as tape:
+        y = remat.recompute(function, check=False)(tf.ones((1, 2)))
+    tape.gradient(y, layer.kernel.value)
+
+    assert len(values) == 2
+    assert not any(hasattr(value, "handle") for value in values)

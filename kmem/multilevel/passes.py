@@ -11,11 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Private in TensorFlow: how a variable tells that it is read.
-# tests/test_multilevel_hypergradients.py fails if it moves.
-from tensorflow.python.eager.tape import variable_accessed
-
 from kmem import capture
+from kmem.remat import state
 from kmem.remat.state import current_scope
 from kmem.remat.state import held
 
@@ -48,56 +45,23 @@ class Looking(capture.DiscardedState):
         super().add_update(update)
 
 
-class Substituted(keras.StatelessScope):
-    """Gives variables other values; the rest is read, and assigned, as ever.
-
-    To TensorFlow these tensors are variables: it has many kinds of them, and
-    all of them have a `handle`. So tapes within, and custom gradients such as
-    that of `keras.remat`, differentiate with regard to them.
-
-    Args:
-        values: By the `id` of one of Keras's variables, a tensor.
-    """
-
-    def __init__(self, values: dict[int, tf.Tensor]):
-        super().__init__()
-        self.state_mapping = values
-        self._graph = _current_graph()
+class Substituted(state.Substituted):
+    """Gives variables other values; not in a `tf.function` of the user's."""
 
     def __enter__(self):
-        for value in self.state_mapping.values():
-            value.handle = value
+        self._graph = _current_graph()
         return super().__enter__()
 
-    def __exit__(self, *args, **kwargs):
-        for value in self.state_mapping.values():
-            # Python never frees a tensor that refers to itself.
-            vars(value).pop("handle", None)
-        return super().__exit__(*args, **kwargs)
-
     def get_current_value(self, variable):
-        value = self.state_mapping.get(id(variable))
-        if value is None:
-            return held(variable)
-        _refuse_own_function(self, self._graph, variable)
-        variable_accessed(value)
-        return value
-
-    def add_update(self, update):
-        variable, value = update
-        assign(variable, value)
+        if id(variable) in self.state_mapping:
+            _refuse_own_function(self, self._graph, variable)
+        return super().get_current_value(variable)
 
 
 def read(variables: list) -> list[tf.Tensor]:
     """The variables' values."""
     own: Any = [held(variable) for variable in variables]
     return [tf.convert_to_tensor(variable) for variable in own]
-
-
-def assign(variable, value) -> None:
-    """Assigns a Keras variable, whatever scope is open."""
-    # Private in Keras: through it, every assignment.
-    variable._direct_assign(value)
 
 
 def _refuse_own_function(scope, entered, variable) -> None:

@@ -26,6 +26,7 @@ from kmem.multilevel.edges import parents
 from kmem.multilevel.edges import paths
 from kmem.multilevel.edges import routes
 from kmem.multilevel.level import Level
+from kmem.remat.state import assign
 
 # From so many steps on they are a loop: a traced step is not small.
 _LOOPED_STEPS = 4
@@ -286,7 +287,7 @@ class _Start:
 
     def restore(self) -> None:
         for variable, value in zip(self._variables, self._values, strict=True):
-            passes.assign(variable, value)
+            assign(variable, value)
 
 
 def _split(tensors: Tensors, levels: list[Level]) -> list[Tensors]:

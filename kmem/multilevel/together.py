@@ -23,6 +23,7 @@ from kmem.options import Sharding
 from kmem.parts import num_rows
 from kmem.processes import Alone
 from kmem.processes import Slice
+from kmem.remat.state import assign
 from kmem.sharding import refusals
 from kmem.sharding import training
 from kmem.sharding import variables as shards
@@ -92,7 +93,7 @@ class SeveralProcesses(Slices, OneProcess):
         for variable, old, change in zip(
             statistics, before, changes, strict=True
         ):
-            passes.assign(variable, old + change)
+            assign(variable, old + change)
 
     def total(self, tensors, rows):
         is_large = [t.shape.num_elements() * t.dtype.size for t in tensors]

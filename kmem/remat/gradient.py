@@ -288,7 +288,10 @@ class _Segment:
             after = len(_operations())
         outputs = [outputs[i] for i in wanted]
         sources = [inputs, run.watched, self._raw]
-        found: Any = tape.gradient(outputs, sources, output_gradients=known)
+        # What runs again within the function has its part of the gradient
+        # there: of the same values.
+        with self._explained(), _as(_SECOND), state.Substituted(run.trained):
+            found: Any = tape.gradient(outputs, sources, output_gradients=known)
         # Not what is differentiated: that would be needed as it was, too.
         if not (dependencies.in_xla() or is_watched(known, tensors, values)):
             latest = broadcasts.once(_operations()[after:])

@@ -13,6 +13,7 @@ flow through the assignment.
 import contextlib
 import copy
 import sys
+from collections.abc import Iterable
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,14 @@ import tensorflow as tf
 # Private in Keras, and used nowhere else: what is around a layer's call.
 # tests/test_remat.py fails if it moves.
 from keras.src.backend.common import global_state
+
+# Private in TensorFlow: whether tapes record what a thread does.
+# tests/test_remat.py fails if it moves.
+from tensorflow.python import pywrap_tfe
+
+# Private in TensorFlow: how a variable tells that it is read.
+# tests/test_remat.py fails if it moves.
+from tensorflow.python.eager.tape import variable_accessed
 
 from kmem.remat.structure import is_differentiable
 
@@ -91,6 +100,7 @@ class FirstRun(_Scope):
         self.entry: list[tuple[Any, tf.Tensor]] = []
         self.assigned: dict[int, Any] = {}
         self.unbuilt = False
+        self._unrecorded: set[int] = set()
         self._watcher = tf.GradientTape()
 
     def __enter__(self):
@@ -118,6 +128,8 @@ class FirstRun(_Scope):
                 self.unbuilt = True
                 return None
             self.entry.append((variable, value))
+            if pywrap_tfe.TFE_Py_TapeSetIsStopped():
+                self._unrecorded.add(id(variable))
             value = self._value_to_use(value)
         self.state_mapping[id(variable)] = value
         return value
@@ -139,7 +151,13 @@ class FirstRun(_Scope):
         super().add_update(update)
 
     def commit(self) -> None:
-        """Makes the assignments, after the scope was left."""
+        """Links what was read to the variables, and makes the assignments,
+        after the scope was left."""
+        # A custom gradient runs its function where no tape records.
+        for i, (variable, _) in enumerate(self.entry):
+            if id(variable) in self._unrecorded:
+                value: Any = self._value_at_entry(variable)
+                self.entry[i] = variable, value
         for variable in self.assigned.values():
             variable.assign(self.state_mapping[id(variable)])
 
@@ -155,12 +173,33 @@ class SecondRun(_Scope):
 
     def __init__(self, values: list, trained: list, tape: tf.GradientTape):
         super().__init__()
-        self.state_mapping = {id(variable): v for variable, v in values}
+        self._substitutes: list[tf.Tensor] = []
+        self.state_mapping = {
+            id(variable): self._substitute(variable, value)
+            for variable, value in values
+        }
         self._tape = tape
         self._watched: dict[int, list[tf.Tensor]] = {}
         for variable in trained:
             self._watched[id(variable)] = []
             self._watch(variable, self.state_mapping[id(variable)])
+
+    def __exit__(self, *args, **kwargs):
+        _release(self._substitutes)
+        return super().__exit__(*args, **kwargs)
+
+    def _substitute(self, variable, value: tf.Tensor) -> tf.Tensor:
+        """Lets TensorFlow take a value for a variable where it would."""
+        # Keras's may be frozen, which TensorFlow's does not know.
+        own = held(variable)
+        if own is not None and own.trainable and is_differentiable(value):
+            self._substitutes.append(_substitute(value))
+        return value
+
+    @property
+    def trained(self) -> dict[int, tf.Tensor]:
+        """What the variables trained are by now, by their `id`."""
+        return {key: self.state_mapping[key] for key in self._watched}
 
     @property
     def watched(self) -> list[list[tf.Tensor]]:
@@ -175,12 +214,12 @@ class SecondRun(_Scope):
                 f"reads '{variable.path}' when it runs again, and did not "
                 "when it ran first"
             )
-        return value
+        return _read(value)
 
     def add_update(self, update):
         variable, value = update
         self._check_assignment(variable)
-        value = untracked(tf.identity(value))
+        value = self._substitute(variable, untracked(tf.identity(value)))
         if id(variable) in self._watched:
             self._watch(variable, value)
         super().add_update((variable, value))
@@ -190,10 +229,55 @@ class SecondRun(_Scope):
         self._watched[id(variable)].append(value)
 
 
+class Substituted(keras.StatelessScope):
+    """Gives variables other values; the rest is read, and assigned, as ever.
+
+    To TensorFlow these tensors are variables: custom gradients, such as that
+    of `keras.remat`, look for what is read, and tapes within watch it.
+
+    Args:
+        values: By the `id` of one of Keras's variables, a tensor.
+    """
+
+    def __init__(self, values: dict[int, tf.Tensor]):
+        super().__init__()
+        self.state_mapping = values
+
+    def __enter__(self):
+        for value in self.state_mapping.values():
+            _substitute(value)
+        return super().__enter__()
+
+    def __exit__(self, *args, **kwargs):
+        _release(self.state_mapping.values())
+        return super().__exit__(*args, **kwargs)
+
+    def get_current_value(self, variable):
+        value = self.state_mapping.get(id(variable))
+        if value is not None:
+            return _read(value)
+        if self.original_scope is None:
+            # Not `None`: regularizers ask here for what they add up.
+            return held(variable)
+        return self.original_scope.get_current_value(variable)
+
+    def add_update(self, update):
+        if self.original_scope is None:
+            assign(*update)
+        else:
+            self.original_scope.add_update(update)
+
+
 def held(variable) -> tf.Variable | None:
     """TensorFlow's variable behind Keras's; `None` if it has none yet."""
     # `_value` is private in Keras; see `capture.DiscardedState`.
     return variable._value
+
+
+def assign(variable: keras.Variable, value) -> None:
+    """Assigns a Keras variable, whatever scope is open."""
+    # Private in Keras: through it, every assignment.
+    variable._direct_assign(value)
 
 
 def untracked(tensor: tf.Tensor) -> tf.Tensor:
@@ -244,6 +328,27 @@ def restored(values: dict[str, Any], layers: list) -> Iterator[None]:
             global_state.set_global_attribute(name, value)
         for layer, own in zip(layers, losses, strict=True):
             layer._losses[:] = own
+
+
+def _substitute(tensor: tf.Tensor) -> tf.Tensor:
+    """Makes a tensor a variable to TensorFlow, until it is released.
+
+    It has many kinds of them, and all of them have a `handle`.
+    """
+    tensor.handle = tensor
+    return tensor
+
+
+def _read(tensor: tf.Tensor) -> tf.Tensor:
+    if hasattr(tensor, "handle"):
+        variable_accessed(tensor)
+    return tensor
+
+
+def _release(tensors: Iterable[tf.Tensor]) -> None:
+    for tensor in tensors:
+        # Python never frees a tensor that refers to itself.
+        vars(tensor).pop("handle", None)
 
 
 def _current_graph():
