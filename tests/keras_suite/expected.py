@@ -37,6 +37,38 @@ LISTED: list[Listed] = [
         why="the test wants a sparse gradient; those of parts are added up",
         sets=_MICROBATCHES,
     ),
+    *(
+        Listed(
+            test,
+            says=says,
+            why="the numbers are those of 16 bits",
+            sets=("mixed_precision",),
+        )
+        for test, says in {
+            "trainers/*::test_loss_weights": "Not equal to tolerance",
+            "callbacks/*::test_swap_ema_weights": "!=",
+            "callbacks/*::test_swap_ema_weights_with_loss_*": "!=",
+            "optimizers/*::test_ema_with_model_fit": "Not equal to tolerance",
+        }.items()
+    ),
+    Listed(
+        "trainers/*::test_retracing",
+        says="not less than or equal to",
+        why="every step runs its Python",
+        sets=("dtr",),
+    ),
+    Listed(
+        "callbacks/swap_ema_weights_test.py::*_with_invalid_optimizer",
+        says="call `model.compile(jit_compile=False)`",
+        why="the test wants another error, which comes later",
+        sets=("dtr",),
+    ),
+    Listed(
+        "models/*::test_required_none_raises_in_fit",
+        says="`remat` must be a `kmem.Plan`",
+        why="the test wants another error, which comes later",
+        sets=("remat", "microbatches_and_remat"),
+    ),
 ]
 
 # What a refusal says. Every test whose `fit` raises one is listed by it.
@@ -55,4 +87,8 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "exclude each other": ("sharding",),
     "`remat` must be a `kmem.Plan`": ("remat", "microbatches_and_remat"),
     "`mixed_precision` needs float32 layers": ("mixed_precision",),
+    "must get ids as integers": ("mixed_precision",),
+    "plans for batches of a fixed shape": (
+        *("remat", "remat_roomy", "memory_budget", "microbatches_and_remat"),
+    ),
 }
