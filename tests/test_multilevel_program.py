@@ -332,7 +332,7 @@ class Unrolling:
         ({"momentum": 0.5}, {"constraint": keras.constraints.MaxNorm(2.0)}),
         ({"learning_rate": Halving()}, {}),
     ],
-    ids=str,
+    ids=lambda arguments: " ".join(arguments) or "plain",
 )
 def test_an_unrolled_step_is_the_update_that_was_made(optimizer, options):
     optimizer = keras.optimizers.SGD(**{"learning_rate": 0.2} | optimizer)
