@@ -135,9 +135,11 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
         def scale(loss):
             if until_loss:
                 raise LossReached
-            update.sums_rows = len(loss.shape) > 0
-            update.loss = scale_loss(loss)
-            return update.loss
+            # A loss function may give a Python number.
+            update.sums_rows = len(getattr(loss, "shape", ())) > 0
+            scaled = scale_loss(loss)
+            update.loss = scaled if tf.is_tensor(scaled) else None
+            return scaled
 
         return scale
 

@@ -188,6 +188,18 @@ def test_options_that_no_keras_fit_was_given_are_told():
         kmem.wrap(model).fit(NUMBERS, TARGETS, microbatches=2)
 
 
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
+def test_ragged_batches_and_losses_that_are_no_tensors_are_taken(options):
+    model = keras.Sequential([keras.layers.Identity()])
+    model.compile("sgd", loss=lambda y, y_pred: 0)
+    x = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]])
+
+    with pytest.warns(UserWarning, match="not have any trainable weights"):
+        kmem.wrap(model).fit(x, x, verbose=0, batch_size=3, **options)
+
+    assert isinstance(model.predict(x, verbose=0), tf.RaggedTensor)
+
+
 @pytest.mark.parametrize("option", ["remat", "memory_budget"])
 @pytest.mark.parametrize("in_data_set", [False, True])
 def test_batches_without_a_fixed_shape_are_refused(option, in_data_set):
