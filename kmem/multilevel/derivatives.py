@@ -22,6 +22,7 @@ from kmem.multilevel import replicas
 from kmem.multilevel.together import OneProcess
 from kmem.parts import Parts
 from kmem.parts import zeros
+from kmem.remat.state import assign
 
 Tensors = list[tf.Tensor]
 
@@ -257,7 +258,7 @@ class Derivatives(abc.ABC):
 
     def _rewind(self, state: Tensors) -> None:
         for variable, value in zip(self.state, state, strict=True):
-            passes.assign(variable, value)
+            assign(variable, value)
 
     def _substitutes(
         self, wrt: list, at: Tensors | None
