@@ -63,7 +63,7 @@ class LossTerms:
     def reduced(self, values, sample_weight, mask, reduction, dtype):
         """Reduces one term as Keras does, then scales it."""
         # A loss function may give a Python number.
-        values = keras.ops.convert_to_tensor(values)
+        values = tf.convert_to_tensor(values)
         loss: Any = _reduce(values, sample_weight, mask, reduction, dtype)
         weighs = reduction == "mean_with_sample_weight"
         if reduction == "sum":
