@@ -72,7 +72,7 @@ class _Bucket:
         """Reads what a step changes; the first one may make variables."""
         state = self.way.session.state
         reader = self.reader
-        if reader is None or [*map(id, reader.variables)] != [*map(id, state)]:
+        if reader is None or not reader.reads(state):
             reader = self.reader = capture.Reader(state)
         return reader
 

@@ -176,6 +176,10 @@ class Reader:
         )
         self._arrays: list[np.ndarray] = []
 
+    def reads(self, variables: list) -> bool:
+        """Whether it reads these."""
+        return [*map(id, self.variables)] == [*map(id, variables)]
+
     def read(self) -> list[np.ndarray]:
         """Their values, outside of the device, until they are read again.
 

@@ -85,9 +85,7 @@ def undone_if_failed(
     def train(iterator):
         nonlocal reader
         changed = variables()
-        if reader is None or [*map(id, reader.variables)] != [
-            *map(id, changed)
-        ]:
+        if reader is None or not reader.reads(changed):
             reader = capture.Reader(changed)
         before = capture.State(reader, model.metrics)
         try:
