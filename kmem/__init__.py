@@ -4,11 +4,11 @@ Import it before the first TensorFlow operation: only then can it count, and
 limit, every byte that TensorFlow allocates on the CPU.
 """
 
-from kmem import versions as versions
+from kmem.base import versions
 
 versions.check()
 
-from kmem import native as native  # noqa: E402
+from kmem.base import native  # noqa: E402
 
 native.prepare_on_import()
 
@@ -17,8 +17,13 @@ from kmem import distributed as distributed  # noqa: E402
 from kmem import dtr as dtr  # noqa: E402
 from kmem import memory as memory  # noqa: E402
 from kmem import multilevel as multilevel  # noqa: E402
+from kmem.base.versions import __version__ as __version__  # noqa: E402
+from kmem.budget.planner import plan as plan  # noqa: E402
+from kmem.budget.sweeper import sweep as sweep  # noqa: E402
 from kmem.dtr.sweep import Sweep as Sweep  # noqa: E402
 from kmem.keras_graph.profiling import profile as profile  # noqa: E402
+from kmem.model import Model as Model  # noqa: E402
+from kmem.model import wrap as wrap  # noqa: E402
 from kmem.options import DTR as DTR  # noqa: E402
 from kmem.options import Genetic as Genetic  # noqa: E402
 from kmem.options import GradientAccumulation as GradientAccumulation  # noqa: E402
@@ -27,11 +32,6 @@ from kmem.options import MicroBatches as MicroBatches  # noqa: E402
 from kmem.options import MixedPrecision as MixedPrecision  # noqa: E402
 from kmem.options import Remat as Remat  # noqa: E402
 from kmem.options import Sharding as Sharding  # noqa: E402
-from kmem.planner import plan as plan  # noqa: E402
 from kmem.planning.plan import Plan as Plan  # noqa: E402
 from kmem.reporting import report as report  # noqa: E402
 from kmem.sharding.strategy import ShardedStrategy as ShardedStrategy  # noqa: E402
-from kmem.sweeper import sweep as sweep  # noqa: E402
-from kmem.trainer import Model as Model  # noqa: E402
-from kmem.trainer import wrap as wrap  # noqa: E402
-from kmem.versions import __version__ as __version__  # noqa: E402

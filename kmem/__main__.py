@@ -2,6 +2,6 @@
 
 import sys
 
-from kmem.cli import main
+from kmem.commands.cli import main
 
 sys.exit(main())

@@ -10,14 +10,14 @@ from typing import Any
 
 import keras
 
-from kmem import batches
 from kmem import options
-from kmem import planner
-from kmem.budgeted import BudgetedSession
-from kmem.monitor import MemoryMonitor as MemoryMonitor
-from kmem.requirements import check
-from kmem.session import Session
+from kmem.budget import planner
+from kmem.budget.budgeted import BudgetedSession
+from kmem.fit.monitor import MemoryMonitor as MemoryMonitor
+from kmem.fit.requirements import check
+from kmem.fit.session import Session
 from kmem.sharding.resuming import ShardedCheckpoint as ShardedCheckpoint
+from kmem.step import batches
 
 
 class EndOfGroup(keras.callbacks.Callback):

@@ -15,10 +15,10 @@ from typing import Literal
 
 import tensorflow as tf
 
-from kmem.checks import is_integer
-from kmem.checks import is_real
-from kmem.checks import one_of
-from kmem.checks import positive_int
+from kmem.base.checks import is_integer
+from kmem.base.checks import is_real
+from kmem.base.checks import one_of
+from kmem.base.checks import positive_int
 from kmem.launching import attempts
 from kmem.launching import cluster
 from kmem.launching.attempts import RankFailed as RankFailed

@@ -25,8 +25,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Protocol
 
-from kmem import native
-from kmem.units import parse_size
+from kmem.base import native
+from kmem.base.sizes import parse_size
 
 _DEVICE = re.compile(r"/?(?:device:)?(CPU|GPU)(?::(\d+))?", re.IGNORECASE)
 

@@ -10,13 +10,13 @@ import os
 from typing import Any
 from typing import Literal
 
-from kmem.checks import budget
-from kmem.checks import is_integer
-from kmem.checks import is_real
-from kmem.checks import one_of
-from kmem.checks import positive_int
-from kmem.checks import set_fields
-from kmem.units import parse_size
+from kmem.base.checks import budget
+from kmem.base.checks import is_integer
+from kmem.base.checks import is_real
+from kmem.base.checks import one_of
+from kmem.base.checks import positive_int
+from kmem.base.checks import set_fields
+from kmem.base.sizes import parse_size
 
 # Of DTR: those of custom_ops/dtr/heuristic.h.
 HEURISTICS = tuple(

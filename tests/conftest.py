@@ -13,10 +13,10 @@ import pytest
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import kmem
-from kmem import building
-from kmem import cache
-from kmem import native
-from kmem.store import Store
+from kmem.base import building
+from kmem.base import cache
+from kmem.base import native
+from kmem.base.store import Store
 
 HAS_COMPILER = building.find_compiler() is not None
 

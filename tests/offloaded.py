@@ -16,7 +16,7 @@ from reference import whole
 from sharded import long
 
 import kmem
-from kmem import batches
+from kmem.step import batches
 
 OFFLOAD = kmem.Sharding(cpu_offload=True)
 

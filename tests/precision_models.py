@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from kmem import patching
 from kmem import precision
 from kmem.precision import guards
+from kmem.step import patching
 
 DTYPES = ("bfloat16", "float16")
 

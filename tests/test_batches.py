@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kmem import batches
+from kmem.step import batches
 
 ROWS = np.zeros((50, 3), "float32")
 X, Y, W = tf.TensorSpec((32, 3)), tf.TensorSpec((32, 1)), tf.TensorSpec((32,))

@@ -12,7 +12,7 @@ from graphs import ancestors
 from keras import layers
 from peaks import least_peak_bytes
 
-from kmem import broadcasts
+from kmem.graph import repeats
 
 SHAPE = (6, 5, 7, 8)
 
@@ -54,7 +54,7 @@ def gradient(function, spec, made_once=True):
         found = tape.gradient(y, x, output_gradients=of_result)
         if made_once:
             made = x.graph.get_operations()[num_forward:]
-            found = broadcasts.once(made)(found)
+            found = repeats.once(made)(found)
         return found
 
     return step

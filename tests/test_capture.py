@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kmem import capture
+from kmem.step import capture
 
 
 @pytest.fixture

@@ -16,13 +16,13 @@ from keras import layers
 import kmem
 from kmem import distributed
 from kmem import precision
-from kmem.accumulation import build_optimizer
 from kmem.sharding import checkpoint
 from kmem.sharding import together
 from kmem.sharding import variables
 from kmem.sharding.engine import Engine
 from kmem.sharding.variables import MirroredVariable
 from kmem.sharding.variables import ShardedVariable
+from kmem.step.accumulation import build_optimizer
 
 # Of the seeds of two processes.
 DISTANCE = 3_000_000_000

@@ -7,10 +7,10 @@ import types
 import pytest
 import tensorflow as tf
 
-from kmem import building
-from kmem import cache
-from kmem import cli
-from kmem import versions
+from kmem.base import building
+from kmem.base import cache
+from kmem.base import versions
+from kmem.commands import cli
 
 
 def test_info_shows_what_a_bug_report_needs(capsys):

@@ -5,11 +5,11 @@ import tensorflow as tf
 from planning_cases import chain
 from planning_cases import frontier
 
-from kmem.correcting import Corrector
-from kmem.correcting import Learned
+from kmem.budget.correcting import Corrector
+from kmem.budget.correcting import Learned
+from kmem.budget.dry_run import Rehearsal
 from kmem.planning.choosing import Chooser
 from kmem.planning.errors import InfeasibleBudget
-from kmem.rehearsal import Rehearsal
 
 LENGTH, BUDGET, IN_USE = 40, 24_000, 500
 SIZES = [1000] * (LENGTH + 1)

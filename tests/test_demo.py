@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from kmem import cli
-from kmem import demo
+from kmem.commands import cli
+from kmem.commands import demo
 
 
 # CI runs the demonstration itself, which checks its own story.

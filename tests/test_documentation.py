@@ -143,7 +143,7 @@ def commands(text: str) -> list[list[str]]:
 
 def assert_command_exists(command: list[str]) -> None:
     if command[:1] == ["kmem"]:
-        from kmem.cli import main
+        from kmem.commands.cli import main
 
         subcommand = [word for word in command[1:2] if word != "--help"]
         try:
@@ -180,7 +180,7 @@ def quiet_keras(monkeypatch):
 
 
 def skip_without_native_library(text: str) -> None:
-    from kmem import native
+    from kmem.base import native
 
     if re.search(r"kmem\.memory|MemoryMonitor", text):
         if not native.is_registered():

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from conftest import HAS_COMPILER
 
-from kmem import building
+from kmem.base import building
 
 TESTS = sorted(
     path.stem

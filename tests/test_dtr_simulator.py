@@ -9,7 +9,7 @@ from trace_cases import constant
 from trace_cases import release
 from trace_cases import write
 
-from kmem import building
+from kmem.base import building
 from kmem.dtr import simulator
 from kmem.dtr.program import read_program
 from kmem.dtr.simulator import HEURISTICS

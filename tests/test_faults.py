@@ -3,7 +3,7 @@
 import faulty
 import pytest
 
-from kmem import cli
+from kmem.commands import cli
 
 pytestmark = pytest.mark.exhaustive
 

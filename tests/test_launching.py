@@ -14,7 +14,7 @@ import textwrap
 
 import pytest
 
-from kmem import cli
+from kmem.commands import cli
 from kmem.distributed import RankFailed
 from kmem.distributed import launch
 from kmem.launching import cluster

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 from keras.src.losses import loss as keras_loss
 
-from kmem.loss_terms import LossTerms
-from kmem.loss_terms import recording
+from kmem.step.loss_terms import LossTerms
+from kmem.step.loss_terms import recording
 
 Y = np.array([[1.0], [2.0], [4.0]])
 WEIGHT = np.array([1.0, 0.0, 3.0])

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import kmem
 from kmem import memory
-from kmem import native
+from kmem.base import native
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

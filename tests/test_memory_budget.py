@@ -13,15 +13,15 @@ from keras import layers
 from peaks import peaks_bytes
 
 import kmem
-from kmem import batches
-from kmem import capture
-from kmem import planner
-from kmem import probing
-from kmem import rehearsals
-from kmem import searching
-from kmem import turns
-from kmem.choices import describe
-from kmem.session import Session
+from kmem.budget import dry_runs
+from kmem.budget import planner
+from kmem.budget import probing
+from kmem.budget import searching
+from kmem.budget import turns
+from kmem.budget.choices import describe
+from kmem.fit.session import Session
+from kmem.step import batches
+from kmem.step import capture
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -174,7 +174,7 @@ def test_larger_parts_are_planned_for_where_they_may_take_less_for_a_row(
     # Of a part, by its rows: two of 16 take 0.08 s less than four of 8, and
     # one of 32 may take as much less again.
     seconds = {32: 1.0, 16: 0.6, 8: 0.32}
-    rehearse = rehearsals.Rehearsals.run
+    rehearse = dry_runs.Rehearsals.run
 
     def run(self, options, batch, at_most_seconds):
         seen, session = rehearse(self, options, batch, at_most_seconds)
@@ -189,7 +189,7 @@ def test_larger_parts_are_planned_for_where_they_may_take_less_for_a_row(
     def computed(model, batch, options, costs, *rest):
         return make_plan(model, batch, options, "flops", *rest)
 
-    monkeypatch.setattr(rehearsals.Rehearsals, "run", run)
+    monkeypatch.setattr(dry_runs.Rehearsals, "run", run)
     monkeypatch.setattr(searching, "_CLOSE", 0.0)
     # What a plan costs is not to depend on how busy the machine is.
     monkeypatch.setattr(planner, "make_plan", computed)
@@ -217,7 +217,7 @@ def test_of_close_ways_the_one_that_is_quicker_in_turns_is_chosen(
     monkeypatch.setattr(searching, "_CLOSE", 1.0)
     monkeypatch.setattr(turns, "compare", lambda *_: ratio)
     # What this process has seen.
-    monkeypatch.setattr(rehearsals._ratios, "_kept", {})
+    monkeypatch.setattr(dry_runs._ratios, "_kept", {})
     _, needed = plain
     model = _model()
     budget = _budget(needed, 0.6)

@@ -3,7 +3,7 @@
 import keras
 import pytest
 
-from kmem import cli
+from kmem.commands import cli
 
 
 class Custom(keras.layers.Layer):

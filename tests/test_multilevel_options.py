@@ -13,7 +13,7 @@ from multilevel_cases import relative_error
 from peaks import least_peak_bytes
 
 import kmem
-from kmem import broadcasts
+from kmem.graph import repeats
 from kmem.multilevel import ConjugateGradient
 from kmem.multilevel import FiniteDifference
 from kmem.multilevel import Identity
@@ -314,7 +314,7 @@ def test_an_estimate_runs_what_was_put_in_later_before_who_reads_it():
                 loss = tf.reduce_sum(y * y)
             gradient = tape.gradient(loss, x)
             graph = tf.compat.v1.get_default_graph()
-            latest = broadcasts.once(graph.get_operations() if is_once else ())
+            latest = repeats.once(graph.get_operations() if is_once else ())
             return latest(gradient)
 
         graph = run.get_concrete_function(tf.TensorSpec([1000, 64])).graph

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import kmem
-from kmem import building
-from kmem import cache
-from kmem import cli
-from kmem import native
+from kmem.base import building
+from kmem.base import cache
+from kmem.base import native
+from kmem.commands import cli
 
 needs_compiler = pytest.mark.skipif(
     building.find_compiler() is None, reason="needs a C++ compiler"
@@ -263,7 +263,7 @@ IMPORTS_SILENTLY = """
     except BlockingIOError:
         pass
     print([name for name in heavy if name in sys.modules])
-    print(kmem.native.is_registered())
+    print(kmem.base.native.is_registered())
     from tensorflow.python.eager import context
     print(context.context()._initialized)
 """
@@ -296,7 +296,7 @@ FIRST_EXAMPLE = """
     y = np.ones((16, 64), "float32")
     model = kmem.wrap(model)
     model.fit(x, y, verbose=0, memory_budget="8GB")
-    print(kmem.native.is_registered(), model.memory_report.is_measured)
+    print(kmem.base.native.is_registered(), model.memory_report.is_measured)
 """
 
 
@@ -332,7 +332,9 @@ def test_a_compiler_that_fails_is_not_run_at_each_import(
 
 
 @pytest.mark.parametrize(
-    "command", [("-m", "kmem"), ("-m", "kmem.cli"), ("kmem",)], ids=" ".join
+    "command",
+    [("-m", "kmem"), ("-m", "kmem.commands.cli"), ("kmem",)],
+    ids=" ".join,
 )
 def test_help_builds_nothing(compiler, monkeypatch, command):
     monkeypatch.setattr(sys, "orig_argv", ["python", *command, "--help"])
@@ -515,5 +517,5 @@ def test_too_late_is_a_clear_error(native_library, python, tmp_path, before):
 def test_sources_are_found_in_an_installed_package(tmp_path, monkeypatch):
     package = tmp_path / "kmem"
     shutil.copytree(building.sources_folder(), package / "custom_ops")
-    monkeypatch.setattr(building, "__file__", str(package / "building.py"))
+    monkeypatch.setattr(building, "__file__", str(package / "base/building.py"))
     assert building.sources_folder() == package / "custom_ops"

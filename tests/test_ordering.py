@@ -8,8 +8,8 @@ import tensorflow as tf
 from graphs import ancestors
 
 from kmem import remat
-from kmem import updates
-from kmem.ordering import hold_back
+from kmem.graph.ordering import hold_back
+from kmem.step import updates
 
 
 def chain_gradients(length):

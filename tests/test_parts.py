@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kmem.parts import Parts
+from kmem.step.parts import Parts
 
 
 def rows_of_parts(data, count):

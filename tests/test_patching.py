@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from kmem import patching
+from kmem.step import patching
 
 
 class Greeter:

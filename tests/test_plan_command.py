@@ -1,7 +1,7 @@
 """`kmem plan`, called in this process."""
 
 import kmem
-from kmem import cli
+from kmem.commands import cli
 
 
 def test_it_prints_saves_and_draws_a_plan(saved_model, tmp_path, capsys):

@@ -12,11 +12,11 @@ import pytest
 from keras import layers
 
 import kmem
-from kmem import batches
 from kmem.keras_graph import profiling
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.plan import Plan
+from kmem.step import batches
 
 _NUM_STEPS = 5
 _ROWS = 4

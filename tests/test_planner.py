@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import kmem
-from kmem import planner
+from kmem.budget import planner
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 import kmem
 from kmem import memory
-from kmem import rehearsal
-from kmem.session import Session
+from kmem.budget import dry_run
+from kmem.fit.session import Session
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -31,7 +31,7 @@ def _rehearsed(monkeypatch, peaks):
     monkeypatch.setattr(memory, "track", track)
     session = Session(kmem.wrap(model), kmem.MemoryOptions())
     batch = tuple(tf.TensorSpec([4, n], np.float32) for n in (2, 1))
-    return rehearsal.rehearse(session, batch)
+    return dry_run.rehearse(session, batch)
 
 
 def test_a_peak_that_many_steps_have_is_the_one_to_count_with(monkeypatch):

@@ -11,9 +11,9 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
-from kmem import capture
 from kmem import remat
-from kmem.remat import dependencies
+from kmem.graph import control
+from kmem.step import capture
 
 MODES = ("eager", "graph", "xla")
 
@@ -588,10 +588,10 @@ def test_keras_and_tensorflow_keep_private_things_where_they_were():
     assert not record.should_record_backprop([x])
 
     def step():
-        seen["xla"] = dependencies.in_xla()
+        seen["xla"] = control.in_xla()
         return tf.while_loop(
             lambda i: i < 1,
-            lambda i: seen.update(loop=dependencies.in_xla()) or i + 1,
+            lambda i: seen.update(loop=control.in_xla()) or i + 1,
             [tf.constant(0)],
         )
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kmem import cli
+from kmem.commands import cli
 
 
 @pytest.mark.usefixtures("native_library")

@@ -12,9 +12,8 @@ import pytest
 import tensorflow as tf
 
 import kmem
-from kmem import batches
-from kmem.choices import Choice
-from kmem.choices import MemoryReport
+from kmem.budget.choices import Choice
+from kmem.budget.choices import MemoryReport
 from kmem.options import MemoryOptions
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
@@ -22,6 +21,7 @@ from kmem.planning.network import Stage
 from kmem.planning.plan import Plan
 from kmem.reporting import pictures
 from kmem.reporting import steps
+from kmem.step import batches
 
 MB = 1_000_000
 # Six layers: each makes 10 MB and keeps it, needs 2 MB of workspace in its
@@ -145,7 +145,7 @@ def test_the_page_stands_alone_with_its_pictures_beside_it(model, tmp_path):
 def test_the_page_tells_what_was_chosen_and_what_happened(model, tmp_path):
     kmem.report(model, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    peak = kmem.units.format_size(PLANNED.predicted_peak_bytes)
+    peak = kmem.base.sizes.format_size(PLANNED.predicted_peak_bytes)
     assert f"takes {peak} instead of 110.00 MB" in page
     assert "within a budget of 100.00 MB, for 1.15x the time" in page
     assert "The peak that was measured: 75.00 MB." in page

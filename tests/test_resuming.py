@@ -10,7 +10,7 @@ import pytest
 import resumed
 
 from kmem import callbacks
-from kmem import cli
+from kmem.commands import cli
 
 
 def weights(model):

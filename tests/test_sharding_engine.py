@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import kmem
-from kmem import cli
+from kmem.commands import cli
 from kmem.launching import cluster
 from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine

@@ -4,7 +4,7 @@ import pytest
 from test_dtr_simulator import training_step
 from trace_cases import write
 
-from kmem import cli
+from kmem.commands import cli
 from kmem.dtr.simulator import HEURISTICS
 
 pytestmark = pytest.mark.usefixtures("native_library")

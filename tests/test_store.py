@@ -11,10 +11,10 @@ import tensorflow as tf
 from keras import layers
 
 import kmem
-from kmem import planner
-from kmem import rehearsals
-from kmem import turns
-from kmem.store import Store
+from kmem.base.store import Store
+from kmem.budget import dry_runs
+from kmem.budget import planner
+from kmem.budget import turns
 
 KEY = "a model", 64, "auto"
 
@@ -119,9 +119,7 @@ def choose(folder, rehearse=None, kernel_size=3):
     def counted(function):
         return lambda *args: rehearsed.append(args) or function(*args)
 
-    rehearsals.rehearse_on_batch = counted(
-        rehearse or rehearsals.rehearse_on_batch
-    )
+    dry_runs.rehearse_on_batch = counted(rehearse or dry_runs.rehearse_on_batch)
     turns.compare = counted(rehearse or turns.compare)
     x = np.zeros((4096, 8, 4), "float32")
     # Beside it what other steps still hold is little.

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import kmem
-from kmem import cli
+from kmem.commands import cli
 
 pytestmark = [
     pytest.mark.early,

@@ -6,9 +6,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from kmem.checks import budget
-from kmem.units import format_size
-from kmem.units import parse_size
+from kmem.base.checks import budget
+from kmem.base.sizes import format_size
+from kmem.base.sizes import parse_size
 
 
 @pytest.mark.parametrize(

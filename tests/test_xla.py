@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from graphs import ancestors
 
-from kmem import xla
+from kmem.graph import xla
 
 WIDTH, ROWS, DEPTH = 64, 1024, 8
 
@@ -58,7 +58,7 @@ TRAINED = """
 
     import kmem
 
-    kmem.native.allocator()
+    kmem.base.native.allocator()
 
     def build():
         keras.utils.set_random_seed(0)

@@ -22,7 +22,7 @@ from tensorflow.python.eager import backprop
 from tensorflow.python.eager import imperative_grad
 from tensorflow.python.eager import record
 
-from kmem.patching import attribute
+from kmem.step.patching import attribute
 
 _plain_pass = imperative_grad.imperative_grad
 _plain_record_operation = record.record_operation

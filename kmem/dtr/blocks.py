@@ -21,15 +21,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem.capture import all_layers
-from kmem.capture import children
 from kmem.dtr.compiled import CompiledCall
 from kmem.dtr.own_layers import PLAIN
 from kmem.dtr.own_layers import Reads
 from kmem.dtr.own_layers import find_reads
-from kmem.patching import attribute
 from kmem.remat import state
 from kmem.remat.structure import Structure
+from kmem.step.capture import all_layers
+from kmem.step.capture import children
+from kmem.step.patching import attribute
 
 _MAX_KINDS = 16
 

@@ -26,7 +26,7 @@ import tensorflow as tf
 # tests/test_dtr_blocks.py fails if it moves.
 from tensorflow.python.eager import record
 
-from kmem import ordering
+from kmem.graph import ordering
 from kmem.remat import purity
 from kmem.remat import state
 from kmem.remat.structure import Structure

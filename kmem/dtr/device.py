@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kmem import memory
-from kmem import native
+from kmem.base import native
 from kmem.dtr.simulator import NativeOptions
 from kmem.dtr.simulator import NativeStatistics
 from kmem.options import DTR

@@ -15,7 +15,7 @@ takes. An operator is taken to run again with the same results.
 import ctypes
 import dataclasses
 
-from kmem import native
+from kmem.base import native
 from kmem.dtr.program import Program
 from kmem.options import HEURISTICS as HEURISTICS
 

@@ -4,9 +4,9 @@ import dataclasses
 import math
 import os
 
+from kmem.base.sizes import format_size
 from kmem.dtr import sweep_picture
 from kmem.options import DTR
-from kmem.units import format_size
 
 _MOST_SLOWDOWN = 1.3
 

@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 from typing import Any
 
-from kmem import drawing
-from kmem.units import format_size
+from kmem.base import drawing
+from kmem.base.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,16 +18,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem import broadcasts
-from kmem import capture
-from kmem import loops
 from kmem import memory
-from kmem import releasing
+from kmem.graph import control
+from kmem.graph import loops
+from kmem.graph import releasing
+from kmem.graph import repeats
 from kmem.keras_graph.recording import Call
 from kmem.keras_graph.recording import num_bytes
 from kmem.keras_graph.recording import root
-from kmem.remat import dependencies
 from kmem.remat import state
+from kmem.step import capture
 
 # A processor of no particular make, for times that are computed.
 _FLOPS_PER_SECOND = 1e11
@@ -190,8 +190,8 @@ class _Backward:
             sources + self._variables,
             output_gradients=[gradient for _, gradient in pairs],
         )
-        if not dependencies.in_xla():
-            latest = broadcasts.once(graph.get_operations()[num_forward:])
+        if not control.in_xla():
+            latest = repeats.once(graph.get_operations()[num_forward:])
             gradients = [latest(gradient) for gradient in gradients]
         return outputs, gradients, num_forward
 

@@ -2,12 +2,12 @@
 
 import re
 
+from kmem.base.sizes import format_size
 from kmem.keras_graph.profiling import distinct
 from kmem.keras_graph.profiling import signature
 from kmem.keras_graph.recording import Recording
 from kmem.keras_graph.recording import num_bytes
 from kmem.planning.network import Network
-from kmem.units import format_size
 
 
 def check(network: Network, recording: Recording) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 
 import keras
 
-from kmem import patching
-from kmem.capture import all_layers
-from kmem.capture import children
+from kmem.step import patching
+from kmem.step.capture import all_layers
+from kmem.step.capture import children
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem import capture
-from kmem import joining
-from kmem import releasing
+from kmem.graph import fusion
+from kmem.graph import releasing
 from kmem.keras_graph import opening
 from kmem.remat import purity
 from kmem.remat import state
+from kmem.step import capture
 
 # Their result is the memory of their first input.
 ALIASES = frozenset(
@@ -332,7 +332,7 @@ class _Recorder(opening.Visitor):
                 if len(used) != 1:
                     continue
                 number, reader = used[0]
-                if joining.are_joined(tensor.op, reader):
+                if fusion.are_joined(tensor.op, reader):
                     last = bisect.bisect_right(self._ends, number)
                     seams.update(range(call + 1, last + 1))
         self.recording.seams = frozenset(seams)

@@ -16,13 +16,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmem import backward
+from kmem.graph import backward
 from kmem.multilevel import passes
 from kmem.multilevel import replicas
 from kmem.multilevel.together import OneProcess
-from kmem.parts import Parts
-from kmem.parts import zeros
 from kmem.remat.state import assign
+from kmem.step.parts import Parts
+from kmem.step.parts import zeros
 
 Tensors = list[tf.Tensor]
 

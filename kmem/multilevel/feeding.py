@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem import batches
+from kmem.step import batches
 
 
 def check(data: Any, names: Iterable[str]) -> None:

@@ -19,13 +19,13 @@ from typing import Protocol
 
 import tensorflow as tf
 
-from kmem.checks import is_integer
-from kmem.checks import is_real
-from kmem.checks import positive_int
-from kmem.checks import set_fields
+from kmem.base.checks import is_integer
+from kmem.base.checks import is_real
+from kmem.base.checks import positive_int
+from kmem.base.checks import set_fields
 from kmem.multilevel import replicas
 from kmem.multilevel.derivatives import Tensors
-from kmem.parts import zeros
+from kmem.step.parts import zeros
 
 
 class Problem(Protocol):

@@ -13,10 +13,9 @@ from typing import Literal
 import keras
 import tensorflow as tf
 
-from kmem import capture
 from kmem import precision
-from kmem.checks import is_real
-from kmem.checks import positive_int
+from kmem.base.checks import is_real
+from kmem.base.checks import positive_int
 from kmem.multilevel import losses
 from kmem.multilevel import passes
 from kmem.multilevel import planned
@@ -26,6 +25,7 @@ from kmem.multilevel.hypergradients import Identity
 from kmem.multilevel.unrolled import Step
 from kmem.multilevel.unrolled import Unrolled
 from kmem.options import MemoryOptions
+from kmem.step import capture
 
 _SIXTEEN_BITS = ("float16", "bfloat16")
 

@@ -14,9 +14,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem import batches
-from kmem import loss_terms
-from kmem import patching
+from kmem.step import batches
+from kmem.step import loss_terms
+from kmem.step import patching
 
 
 @contextlib.contextmanager

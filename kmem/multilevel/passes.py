@@ -11,10 +11,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem import capture
 from kmem.remat import state
 from kmem.remat.state import current_scope
 from kmem.remat.state import held
+from kmem.step import capture
 
 
 class Looking(capture.DiscardedState):

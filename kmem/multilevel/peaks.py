@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmem import ordering
+from kmem.graph import ordering
 
 # Their result is their argument, shown differently.
 _SAME_MEMORY = frozenset(

@@ -17,8 +17,10 @@ from typing import Literal
 import keras
 
 from kmem import memory
-from kmem.correcting import Corrector
-from kmem.correcting import Learned
+from kmem.base.sizes import format_size
+from kmem.budget.correcting import Corrector
+from kmem.budget.correcting import Learned
+from kmem.budget.dry_run import Rehearsal
 from kmem.keras_graph import applying
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
@@ -29,8 +31,6 @@ from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.plan import Plan
-from kmem.rehearsal import Rehearsal
-from kmem.units import format_size
 
 Calls = list[tuple[keras.Model, Any]]
 Context = contextlib.AbstractContextManager[None]

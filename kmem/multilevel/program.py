@@ -8,8 +8,7 @@ from typing import Any
 
 import keras
 
-from kmem import batches
-from kmem import releasing
+from kmem.graph import releasing
 from kmem.keras_graph import profiling
 from kmem.multilevel import edges as finding
 from kmem.multilevel import feeding
@@ -23,6 +22,7 @@ from kmem.multilevel.rounds import Structure
 from kmem.options import MemoryOptions
 from kmem.options import Sharding
 from kmem.sharding.engine import engine
+from kmem.step import batches
 
 
 class Program(keras.Model):

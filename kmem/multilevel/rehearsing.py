@@ -17,15 +17,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem import batches
-from kmem import capture
-from kmem import patching
-from kmem import pipeline
+from kmem.budget.dry_run import Rehearsal
+from kmem.budget.dry_run import rehearse_steps
+from kmem.fit import pipeline
 from kmem.multilevel import passes
 from kmem.multilevel.level import Level
 from kmem.multilevel.rounds import Structure
-from kmem.rehearsal import Rehearsal
-from kmem.rehearsal import rehearse_steps
+from kmem.step import batches
+from kmem.step import capture
+from kmem.step import patching
 
 
 def keep_budgets(

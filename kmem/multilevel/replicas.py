@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from kmem import accumulation
+from kmem.step import accumulation
 
 
 def num_replicas() -> int:

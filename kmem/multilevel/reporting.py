@@ -11,13 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmem import batches
-from kmem import patching
+from kmem.base.sizes import format_size
 from kmem.multilevel import peaks
 from kmem.multilevel.level import Level
 from kmem.multilevel.rounds import Round
 from kmem.multilevel.rounds import Structure
-from kmem.units import format_size
+from kmem.step import batches
+from kmem.step import patching
 
 
 def summary(structure: Structure, parts: dict[str, Any]) -> str:

@@ -16,13 +16,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem import patching
 from kmem.multilevel import passes
 from kmem.multilevel import replicas
 from kmem.options import Sharding
-from kmem.parts import num_rows
-from kmem.processes import Alone
-from kmem.processes import Slice
 from kmem.remat.state import assign
 from kmem.sharding import refusals
 from kmem.sharding import training
@@ -32,6 +28,10 @@ from kmem.sharding.shard import gathered
 from kmem.sharding.slices import Slices
 from kmem.sharding.training import ShardedTraining
 from kmem.sharding.variables import ShardedVariable
+from kmem.step import patching
+from kmem.step.parts import num_rows
+from kmem.step.processes import Alone
+from kmem.step.processes import Slice
 
 # Tensors of at least so many bytes are added up alone.
 _LARGE_BYTES = 2**18

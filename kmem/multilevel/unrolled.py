@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from kmem.multilevel import passes
 from kmem.multilevel.derivatives import Tensors
-from kmem.parts import zeros
+from kmem.step.parts import zeros
 
 
 class Stepping(Protocol):

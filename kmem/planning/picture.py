@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kmem import drawing
+from kmem.base import drawing
+from kmem.base.sizes import format_size
 from kmem.planning.network import Network
-from kmem.units import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

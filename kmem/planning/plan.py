@@ -15,12 +15,12 @@ import types
 import typing
 from typing import Any
 
-from kmem import cache
+from kmem.base import cache
+from kmem.base.sizes import format_size
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.simulate import Simulation
 from kmem.planning.simulate import simulate
-from kmem.units import format_size
 
 _FORMAT = "kmem plan"
 _VERSION = 4

@@ -22,7 +22,7 @@ import tensorflow as tf
 # runs or is traced. There is no public way to see a cast in a user's layer.
 from tensorflow.python.framework import op_callbacks
 
-from kmem.capture import all_layers
+from kmem.step.capture import all_layers
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 # Keras casts their inputs to integers, or compares them with others.

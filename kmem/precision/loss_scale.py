@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from kmem.options import MixedPrecision
-from kmem.patching import attribute
+from kmem.step.patching import attribute
 
 # What a fit's scale began with, what it reached, and the steps since it grew.
 _scales: "weakref.WeakKeyDictionary[keras.optimizers.Optimizer, tuple]" = (

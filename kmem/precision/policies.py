@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 import keras
 
-from kmem.capture import all_layers
 from kmem.options import MixedPrecision
-from kmem.patching import attribute
 from kmem.precision import guards
+from kmem.step.capture import all_layers
+from kmem.step.patching import attribute
 
 _lock = threading.RLock()
 _entries: "weakref.WeakKeyDictionary[keras.Model, _Entry]" = (

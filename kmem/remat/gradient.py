@@ -13,11 +13,11 @@ import tensorflow as tf
 # tests/test_remat.py fails if it moves.
 from tensorflow.python.eager import record
 
-from kmem import broadcasts
-from kmem import joining
-from kmem import ordering
-from kmem.remat import dependencies
-from kmem.remat import names
+from kmem.graph import control
+from kmem.graph import fusion
+from kmem.graph import names
+from kmem.graph import ordering
+from kmem.graph import repeats
 from kmem.remat import purity
 from kmem.remat import residuals
 from kmem.remat import state
@@ -247,7 +247,7 @@ class _Segment:
 
         def noted(tensor):
             with scope:
-                return joining.lasting(tf.identity(tensor)), gradient
+                return fusion.lasting(tf.identity(tensor)), gradient
 
         note: Any = tf.custom_gradient(noted)
         return note(output)
@@ -293,8 +293,8 @@ class _Segment:
         with self._explained(), _as(_SECOND), state.Substituted(run.trained):
             found: Any = tape.gradient(outputs, sources, output_gradients=known)
         # Not what is differentiated: that would be needed as it was, too.
-        if not (dependencies.in_xla() or is_watched(known, tensors, values)):
-            latest = broadcasts.once(_operations()[after:])
+        if not (control.in_xla() or is_watched(known, tensors, values)):
+            latest = repeats.once(_operations()[after:])
             found = tf.nest.map_structure(latest, found)
         of_inputs, of_values, of_raw = found
         of_variables = [*map(_sum, of_values), *of_raw]
@@ -309,9 +309,9 @@ class _Segment:
             given = [*self._given, *_seeds(self._values)]
             again = residuals.Run(second, [*tensors, *_seeds(delayed)])
             residuals.keep(residuals.Run(self._first, given), again, gradient)
-        of_inputs = dependencies.before(of_variables, of_inputs)
+        of_inputs = control.before(of_variables, of_inputs)
         # Nobody may want those of the inputs, such as that of a batch.
-        found = dependencies.kept(readers, [*of_variables, *of_inputs])
+        found = control.kept(readers, [*of_variables, *of_inputs])
         count = len(of_variables)
         return [*found[count:], *found[:count]]
 
@@ -325,7 +325,7 @@ class _Segment:
         ]
         weights = [v for v in held if is_differentiable(v[1])]
         seeds = [v for v in held if not is_differentiable(v[1])]
-        tensors, values = dependencies.after(
+        tensors, values = control.after(
             gradients,
             [*arguments, *_seeds(held)],
             [value for _, value in weights],

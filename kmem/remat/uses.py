@@ -13,9 +13,9 @@ import weakref
 
 import tensorflow as tf
 
-from kmem import joining
-from kmem import ordering
-from kmem.remat import names
+from kmem.graph import fusion
+from kmem.graph import names
+from kmem.graph import ordering
 
 # What reads a result and is not joined with what made it.
 _APART = frozenset(
@@ -115,7 +115,7 @@ def _merged(
     }
 
     def read(op: tf.Operation) -> tuple:
-        return tuple(t.ref() for t in op.inputs if not joining.is_constant(t))
+        return tuple(t.ref() for t in op.inputs if not fusion.is_constant(t))
 
     computed = {(other.type, read(other)) for _, other in both}
     readers = []
@@ -126,7 +126,7 @@ def _merged(
             copied = op.graph.create_op(
                 op.type,
                 [
-                    t if joining.is_constant(t) else of_first[t.ref()]
+                    t if fusion.is_constant(t) else of_first[t.ref()]
                     for t in op.inputs
                 ],
                 [t.dtype for t in op.outputs],
@@ -163,7 +163,7 @@ def _sums(tensor: tf.Tensor, backward: set[tf.Operation]) -> list[tf.Tensor]:
     if backward.isdisjoint(_readers(tensor, _SAME_MEMORY)):
         return []
     readers = _readers(tensor, COPIES, later=False)
-    sums = map(joining.sum_of_three, readers)
+    sums = map(fusion.sum_of_three, readers)
     return [op.outputs[0] for op in sums if op is not None]
 
 
@@ -193,4 +193,4 @@ def _reader(tensor: tf.Tensor, until: list[tf.Tensor]) -> tf.Operation:
     with names.after(tensor):
         copies = tf.identity_n([tensor, *until])
     # One that is only waited for would become a control dependency.
-    return joining.lasting(copies[0]).op
+    return fusion.lasting(copies[0]).op

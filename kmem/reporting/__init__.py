@@ -6,15 +6,15 @@ import pathlib
 
 import keras
 
-from kmem import batches
-from kmem.choices import MemoryReport
+from kmem.budget.choices import MemoryReport
+from kmem.fit.session import option_precision
 from kmem.keras_graph import profiling
 from kmem.planning import picture
 from kmem.reporting import page
 from kmem.reporting import pictures
 from kmem.reporting import steps
 from kmem.reporting import tensorboard
-from kmem.session import option_precision
+from kmem.step import batches
 
 
 def report(

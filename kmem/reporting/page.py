@@ -11,12 +11,12 @@ import importlib.metadata
 import importlib.resources
 import string
 
-from kmem.choices import Choice
-from kmem.choices import MemoryReport
-from kmem.choices import describe
+from kmem.base.sizes import format_size
+from kmem.base.versions import __version__
+from kmem.budget.choices import Choice
+from kmem.budget.choices import MemoryReport
+from kmem.budget.choices import describe
 from kmem.reporting import steps
-from kmem.units import format_size
-from kmem.versions import __version__
 
 _MAX_ROWS = 30
 

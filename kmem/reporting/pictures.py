@@ -7,14 +7,14 @@ are those of Okabe and Ito, which colour-blind people can tell apart.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kmem import drawing
-from kmem.choices import Choice
-from kmem.choices import MemoryReport
-from kmem.choices import describe
+from kmem.base import drawing
+from kmem.base.sizes import format_size
+from kmem.budget.choices import Choice
+from kmem.budget.choices import MemoryReport
+from kmem.budget.choices import describe
 from kmem.options import MemoryOptions
 from kmem.planning.graph import Graph
 from kmem.reporting import steps
-from kmem.units import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from kmem.choices import Choice
-from kmem.choices import MemoryReport
+from kmem.budget.choices import Choice
+from kmem.budget.choices import MemoryReport
 from kmem.options import MemoryOptions
 from kmem.planning.graph import Graph
 from kmem.planning.plan import Plan

@@ -21,13 +21,13 @@ import numpy as np
 import tensorflow as tf
 
 from kmem import precision
-from kmem.accumulation import build_optimizer
 from kmem.sharding import files
 from kmem.sharding import index
 from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
 from kmem.sharding.together import together
 from kmem.sharding.variables import ShardedVariable
+from kmem.step.accumulation import build_optimizer
 
 # The files of this module. A checkpoint's folder may have others.
 _OWN = re.compile(r"kmem-[0-9a-f]{16}-\d+-of-\d+\.(shard|part)")

@@ -5,10 +5,10 @@ import inspect
 import keras
 import tensorflow as tf
 
-from kmem.capture import all_layers
 from kmem.options import MemoryOptions
 from kmem.sharding.engine import engine
 from kmem.sharding.variables import ShardedVariable
+from kmem.step.capture import all_layers
 
 # Their updates look at one number of a variable at a time.
 _ELEMENTWISE = (

@@ -12,9 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmem.patching import attribute
 from kmem.sharding import gathering
 from kmem.sharding.engine import Engine
+from kmem.step.patching import attribute
 
 
 @contextlib.contextmanager

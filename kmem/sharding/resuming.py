@@ -11,10 +11,10 @@ from typing import Any
 
 import keras
 
-from kmem.capture import optimizers
-from kmem.checks import positive_int
+from kmem.base.checks import positive_int
 from kmem.sharding import checkpoint
 from kmem.sharding import ending
+from kmem.step.capture import optimizers
 
 
 class ShardedCheckpoint(keras.callbacks.Callback):

@@ -67,7 +67,7 @@ class Shard:
     @property
     def variable(self) -> tf.Variable:
         """The shard in TensorFlow."""
-        # Private in Keras; see `kmem.capture.DiscardedState`.
+        # Private in Keras; see `kmem.step.capture.DiscardedState`.
         return self.local._value
 
     @property

@@ -22,15 +22,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmem.parts import num_rows
-from kmem.parts import slice_rows
-from kmem.patching import attribute
-from kmem.processes import Alone
-from kmem.processes import Slice
 from kmem.sharding import gathering
 from kmem.sharding.engine import Engine
 from kmem.sharding.variables import MirroredVariable
 from kmem.sharding.variables import ShardedVariable
+from kmem.step.parts import num_rows
+from kmem.step.parts import slice_rows
+from kmem.step.patching import attribute
+from kmem.step.processes import Alone
+from kmem.step.processes import Slice
 
 
 class Slices(Alone):

@@ -11,10 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kmem.patching import attribute
 from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
 from kmem.sharding.variables import ShardedVariable
+from kmem.step.patching import attribute
 
 
 @contextlib.contextmanager

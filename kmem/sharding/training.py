@@ -20,10 +20,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from kmem.accumulation import build_optimizer
-from kmem.capture import all_layers
 from kmem.options import Sharding
-from kmem.patching import attribute
 from kmem.sharding import replicas
 from kmem.sharding import seeds
 from kmem.sharding import units
@@ -34,6 +31,9 @@ from kmem.sharding.gathering import Travel
 from kmem.sharding.slices import Slices
 from kmem.sharding.variables import MirroredVariable
 from kmem.sharding.variables import ShardedVariable
+from kmem.step.accumulation import build_optimizer
+from kmem.step.capture import all_layers
+from kmem.step.patching import attribute
 
 # Of what a process holds, what may be whole.
 _WHOLE = 0.005

@@ -22,12 +22,12 @@ import keras
 import tensorflow as tf
 
 from kmem import remat
-from kmem.capture import all_layers
-from kmem.capture import children
-from kmem.patching import attribute
 from kmem.sharding.shard import gathered
 from kmem.sharding.variables import ShardedVariable
 from kmem.sharding.variables import prepared
+from kmem.step.capture import all_layers
+from kmem.step.capture import children
+from kmem.step.patching import attribute
 
 
 class Line:

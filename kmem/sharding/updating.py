@@ -13,9 +13,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem.patching import attribute
 from kmem.sharding.engine import Engine
 from kmem.sharding.variables import ShardedVariable
+from kmem.step.patching import attribute
 
 
 @contextlib.contextmanager

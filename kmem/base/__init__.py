@@ -1,0 +1,1 @@
+"""What everything else stands on: sizes, checks, files, the native library."""

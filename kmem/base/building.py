@@ -1,0 +1,284 @@
+"""Builds the native library: compiled once, on the user's machine.
+
+TensorFlow has no stable C++ ABI, so no one binary fits every installation:
+the sources in custom_ops/ are compiled against the TensorFlow that is
+installed, at the first import or ahead of time by `kmem build`. All that is
+needed is a C++ compiler.
+
+The result is kept in the user's own cache folder (`kmem.base.cache`). What this
+module does not do: load it (native.py), or remove libraries that were built
+for another TensorFlow or an older kmem.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import pathlib
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent import futures
+
+from kmem.base import cache
+
+_FLAGS = ("-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_NO_COMPILER = """\
+kmem needs a C++ compiler, once, to build its native library. Install one:
+  Debian, Ubuntu:  sudo apt-get install g++
+  Fedora:          sudo dnf install gcc-c++
+  conda:           conda install -c conda-forge gxx
+or set the environment variable CXX to one that is installed elsewhere. \
+Then run `kmem build`."""
+
+
+class NativeLibraryError(RuntimeError):
+    """The native library cannot be built, loaded or put to use."""
+
+
+def sources_folder() -> pathlib.Path:
+    """Inside the package when installed, beside it in a checkout."""
+    package = pathlib.Path(__file__).resolve().parents[1]
+    installed = package / "custom_ops"
+    return installed if installed.is_dir() else package.parent / "custom_ops"
+
+
+def find_compiler() -> list[str] | None:
+    """The command that compiles C++: `$CXX`, else the first one found.
+
+    Raises:
+        NativeLibraryError: If `$CXX` is no command line.
+    """
+    given = os.environ.get("CXX", "")
+    if given.strip():
+        try:
+            command = shlex.split(given)
+        except ValueError as error:
+            raise NativeLibraryError(
+                "The environment variable CXX must be a command that compiles "
+                f"C++, as in a shell ({error}). Received: CXX={given}"
+            ) from error
+        path = shutil.which(command[0])
+        return [path, *command[1:]] if path else None
+    for name in ("g++", "clang++", "c++"):
+        path = shutil.which(name)
+        if path:
+            return [path]
+    return None
+
+
+def find_library() -> pathlib.Path | None:
+    """The library, if it was built for exactly this installation."""
+    folder = cache.folder()
+    if not folder.exists():
+        return None
+    with _explained():
+        cache.check_private(folder)
+    compiler = find_compiler()
+    if compiler:
+        paths = [folder / _library_name(compiler)]
+    else:
+        # Built where there was a compiler, which was removed since.
+        paths = sorted(folder.glob(f"{_installation_name()}-*.so"))
+    return next((path for path in paths if _is_whole(path)), None)
+
+
+def build(force: bool = False) -> pathlib.Path:
+    """Compiles the library unless that has been done.
+
+    Args:
+        force: Compile even if the library is there already.
+
+    Returns:
+        The path of the library.
+
+    Raises:
+        NativeLibraryError: If there is no compiler, if it fails, or if the
+            cache folder cannot be used.
+    """
+    built = find_library()
+    if built and not force:
+        return built
+    compiler = find_compiler()
+    if compiler is None:
+        raise NativeLibraryError(_NO_COMPILER)
+    folder = cache.folder()
+    with _explained():
+        cache.make_private(folder)
+    path = folder / _library_name(compiler)
+    with _locked(folder / "lock"):
+        # Another process may have built it while this one waited.
+        if force or not _is_whole(path):
+            try:
+                _compile(compiler, path)
+            except NativeLibraryError:
+                _failure(path).touch()
+                raise
+            _failure(path).unlink(missing_ok=True)
+    return path
+
+
+def has_failed() -> bool:
+    """Whether the last try to build the library with this compiler failed."""
+    compiler = find_compiler()
+    if compiler is None:
+        return False
+    return _failure(cache.folder() / _library_name(compiler)).exists()
+
+
+def _failure(path: pathlib.Path) -> pathlib.Path:
+    return path.with_suffix(".failed")
+
+
+def _compile(compiler: list[str], path: pathlib.Path) -> None:
+    import tensorflow as tf
+
+    # For who waits; nothing is printed where a program's output is kept.
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(
+            "kmem: compiling its native library for TensorFlow "
+            f"{tf.__version__} (about a minute, once)",
+            file=sys.stderr,
+            flush=True,
+        )
+    # In the cache folder, so that the result can be renamed into place.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        output = os.path.join(folder, path.name)
+        command = [*compiler, *_compile_flags()]
+        objects = {
+            source: os.path.join(
+                folder, f"{source.parent.name}_{source.stem}.o"
+            )
+            for source in _sources(".cc")
+        }
+        with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            done = [
+                pool.submit(_run, [*command, "-c", str(source), "-o", made])
+                for source, made in objects.items()
+            ]
+            for future in done:
+                future.result()
+        _run([*command, *objects.values(), "-o", output, *_link_flags()])
+        with open(output, "rb+") as file:
+            digest = hashlib.sha256(file.read()).digest()
+            file.write(digest)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(output, path)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    if done.returncode != 0:
+        last_lines = "\n".join(done.stdout.splitlines()[-20:])
+        raise NativeLibraryError(
+            "The C++ compiler failed to build kmem's native library.\n"
+            f"{last_lines}\nThe command was:\n  {shlex.join(command)}"
+        )
+
+
+def _is_whole(path: pathlib.Path) -> bool:
+    """Whether the file ends with the digest of what comes before.
+
+    To load a library that was cut short ends the process with a bus error;
+    that cannot be caught, so it is ruled out beforehand. What follows the
+    end of an ELF file does not matter to the loader.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return hashlib.sha256(body).digest() == digest
+
+
+def _library_name(compiler: list[str]) -> str:
+    # The file, rather than the answer to --version, as this is asked at
+    # every import: an upgraded compiler is a changed file.
+    path = os.path.realpath(compiler[0])
+    file = os.stat(path)
+    identity = _digest(path, *compiler[1:], file.st_size, file.st_mtime_ns)
+    return f"{_installation_name()}-{identity}.so"
+
+
+def _installation_name() -> str:
+    """Names the sources, the flags and the TensorFlow to build against."""
+    import tensorflow as tf
+
+    folder = sources_folder()
+    parts: list[object] = [
+        platform.machine(),
+        os.confstr("CS_GNU_LIBC_VERSION"),
+        tf.version.VERSION,
+        tf.version.GIT_VERSION,
+        tf.version.COMPILER_VERSION,
+        *_compile_flags(),
+        *_link_flags(),
+    ]
+    for source in _sources(".cc", ".h"):
+        parts += [source.relative_to(folder), source.read_bytes()]
+    return f"kmem-{_digest(*parts)}"
+
+
+def _digest(*parts: object) -> str:
+    whole = hashlib.sha256()
+    for part in parts:
+        content = part if isinstance(part, bytes) else str(part).encode()
+        whole.update(b"%d:" % len(content) + content)
+    return whole.hexdigest()[:16]
+
+
+def _sources(*suffixes: str) -> list[pathlib.Path]:
+    return sorted(
+        path
+        for path in sources_folder().glob("*/*")
+        if path.suffix in suffixes and path.parent.name != "tests"
+    )
+
+
+def _compile_flags() -> list[str]:
+    import tensorflow as tf
+
+    # As folders of the system: warnings in TensorFlow's headers are not for
+    # our users. Some of them include one that lies elsewhere.
+    include = tf.sysconfig.get_include()
+    folders = (include, f"{include}/external/farmhash_archive/src")
+    return [*_FLAGS, *(f"-isystem{folder}" for folder in folders)] + [
+        flag
+        for flag in tf.sysconfig.get_compile_flags()
+        if not flag.startswith("-I")
+    ]
+
+
+def _link_flags() -> list[str]:
+    import tensorflow as tf
+
+    return [*tf.sysconfig.get_link_flags(), "-l:libtensorflow_cc.so.2"]
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turns what is wrong with the cache folder into an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise NativeLibraryError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    with open(path, "w") as file:
+        # Let go when the file is closed, also if the process is killed.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

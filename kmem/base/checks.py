@@ -1,0 +1,58 @@
+"""What the fields of options may hold: checks that name the field, and say
+what was received.
+"""
+
+import math
+import numbers
+
+from kmem.base.sizes import parse_size
+
+
+def set_fields(option, **fields) -> None:
+    """Replaces fields of a frozen dataclass while it is being made."""
+    for name, value in fields.items():
+        object.__setattr__(option, name, value)
+
+
+def is_integer(value) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_real(value) -> bool:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # An integer beyond all floats.
+        return False
+
+
+def positive_int(value, name: str) -> int:
+    # TensorFlow counts in 32 bits in places.
+    if not (is_integer(value) and 0 < value < 2**31):
+        raise ValueError(
+            f"`{name}` must be a positive integer, below 2**31. "
+            f"Received: {name}={value!r}"
+        )
+    return int(value)
+
+
+def one_of(value, name: str, choices: tuple) -> None:
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(
+            f"`{name}` must be one of {listed}. Received: {name}={value!r}"
+        )
+
+
+def budget(value, name: str) -> int | float:
+    """Bytes, or a share in (0, 1] which stays a float."""
+    if is_real(value) and not is_integer(value):
+        if not 0 < value <= 1:
+            raise ValueError(
+                f"`{name}` as a float is a share and must be in (0, 1]. "
+                f'Give bytes as an integer or as "2GB". '
+                f"Received: {name}={value!r}"
+            )
+        return float(value)
+    return parse_size(value, name)

@@ -1,0 +1,176 @@
+"""The native library in this process: loaded, and its allocator put in place.
+
+That has to be before the first TensorFlow operation, so `import kmem` does it,
+and builds the library (building.py) if need be. Where that cannot be,
+everything in kmem that needs no native code works.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import pathlib
+import sys
+import threading
+
+from kmem.base.building import NativeLibraryError
+from kmem.base.building import build
+from kmem.base.building import find_library
+from kmem.base.building import has_failed
+
+_TOO_LATE = """\
+kmem's allocator must be in place before the first TensorFlow operation, and \
+TensorFlow has already allocated memory in this process. Import kmem before \
+any TensorFlow operation. The native library {is_built}, so that `import \
+kmem` is enough{then}."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """The allocator's counters, in bytes but for `num_allocations`."""
+
+    in_use: int
+    peak: int
+    # None: no limit.
+    limit: int | None
+    largest: int
+    num_allocations: int
+    # The size of the request that was refused last; 0 if none was.
+    refused: int
+    # Freed, and kept to be used again: not in use, but not the system's yet.
+    cached: int
+
+
+class _Stats(ctypes.Structure):
+    # In the order of KmemStats in custom_ops/memory/budget_allocator.cc.
+    _fields_ = [
+        (field.name, ctypes.c_int64) for field in dataclasses.fields(Stats)
+    ]
+
+
+def prepare() -> None:
+    """Puts the allocator in place, built if need be, as far as that can be.
+
+    What `import kmem` does, since it is too late after the first TensorFlow
+    operation. Whatever is in the way is reported when the allocator is
+    needed, by `allocator`.
+    """
+    with contextlib.suppress(NativeLibraryError, OSError):
+        # A compiler that fails would do so at each import.
+        _register(find_library() if has_failed() else build())
+
+
+def prepare_on_import() -> None:
+    """`prepare`, but the `kmem` command builds nothing until it has read its
+    command line: it may only be asked for help."""
+    if not _is_command():
+        return prepare()
+    with contextlib.suppress(NativeLibraryError, OSError):
+        _register(find_library())
+
+
+def library() -> ctypes.CDLL:
+    """Returns the library, built if need be; its allocator may be unused."""
+    if not _state.loaded:
+        path = build()
+        with _state.lock:
+            _load_once(path)
+    return _state.library
+
+
+def allocator() -> ctypes.CDLL:
+    """Returns the library, with its allocator in place.
+
+    Raises:
+        NativeLibraryError: If the allocator is not in place and can no
+            longer be put there, or if the library cannot be built.
+    """
+    if not _state.registered:
+        was_built = find_library() is not None
+        if not _register(build()):
+            raise NativeLibraryError(
+                _TOO_LATE.format(
+                    is_built="is built" if was_built else "is now built",
+                    then="" if was_built else " from the next run on",
+                )
+            )
+    if os.environ.get("TF_CPU_ALLOCATOR_USE_BFC", "").lower() in ("1", "true"):
+        raise NativeLibraryError(
+            "The environment variable TF_CPU_ALLOCATOR_USE_BFC must not be "
+            "set: TensorFlow then keeps a pool of its own, and kmem would "
+            "count the pool rather than what is in use."
+        )
+    return _state.library
+
+
+def stats() -> Stats:
+    """The allocator's counters now."""
+    library = allocator()
+    counters = _Stats()
+    library.kmem_stats(ctypes.byref(counters))
+    values = {
+        field.name: getattr(counters, field.name)
+        for field in dataclasses.fields(Stats)
+    }
+    if values["limit"] < 0:
+        values["limit"] = None
+    return Stats(**values)
+
+
+def is_registered() -> bool:
+    """Whether kmem's allocator is, or will be, TensorFlow's on the CPU."""
+    return _state.registered
+
+
+class _State:
+    """What has happened in this process, and cannot be undone."""
+
+    library: ctypes.CDLL
+    loaded = False
+    registered = False
+    lock = threading.Lock()
+
+
+_state = _State()
+
+
+def _is_command() -> bool:
+    """Whether this process is the `kmem` command."""
+    name = os.path.basename(sys.argv[0])
+    if name == "-m":  # While Python looks for the module.
+        after = sys.orig_argv.index("-m") + 1 if "-m" in sys.orig_argv else 0
+        name = sys.orig_argv[after]
+    return name in ("kmem", "kmem.commands.cli")
+
+
+def _register(path: pathlib.Path | None) -> bool:
+    """Returns False if there is no library, or if it is too late."""
+    with _state.lock:
+        if path is None or _state.registered:
+            return _state.registered
+        _load_once(path)
+        _state.registered = _state.library.kmem_register_allocator()
+        return _state.registered
+
+
+def _load_once(path: pathlib.Path) -> None:
+    if not _state.loaded:
+        _state.library = _load(path)
+        _state.loaded = True
+
+
+def _load(path: pathlib.Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeLibraryError(
+            f"The native library cannot be loaded: {error}. Build it anew "
+            "with `kmem build --force`."
+        ) from error
+    library.kmem_register_allocator.restype = ctypes.c_bool
+    library.kmem_allocator_in_use.restype = ctypes.c_bool
+    library.kmem_stats.argtypes = [ctypes.POINTER(_Stats)]
+    library.kmem_set_limit.argtypes = [ctypes.c_int64]
+    library.kmem_set_limit.restype = ctypes.c_bool
+    library.kmem_watermark.restype = ctypes.c_int64
+    return library

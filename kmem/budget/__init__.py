@@ -1,0 +1,1 @@
+"""Chooses how a step is taken, by steps that leave no trace."""

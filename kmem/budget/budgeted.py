@@ -1,0 +1,386 @@
+"""Trains within a memory budget, and adapts when a step does not keep it.
+
+A way to take a step is chosen for the first batch, and again for each that is
+larger in some dimension than those before. What a step changes is kept
+outside of the device until it is done: a step that runs out of memory is
+undone and taken again, in the same way first, for what took the memory may be
+gone, then in one that is chosen for less. One that was done, and needed more
+than the budget, makes the next ones use less.
+
+Processes that train in shards choose together, and cannot undo a step: one
+that runs out of memory ends them all. What this does not do: choose
+(autotune.py), or undo what a step does outside of the model.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kmem import memory
+from kmem.base.sizes import format_size
+from kmem.budget import autotune
+from kmem.budget.choices import MemoryReport
+from kmem.budget.choices import describe
+from kmem.fit import pipeline
+from kmem.fit.guarding import guarded
+from kmem.fit.session import compiled_state
+from kmem.options import MemoryOptions
+from kmem.options import Sharding
+from kmem.sharding import agreeing
+from kmem.sharding.engine import engine
+from kmem.step import batches
+from kmem.step import capture
+
+_SESSIONS = "_kmem_budgeted"
+# How often a step is taken before it is given up, and by which share of the
+# budget each choice has to need less than one that ran out of memory.
+_MAX_ATTEMPTS = 6
+_STEP_SHARE = 0.1
+# In how many steps processes tell one another what they needed.
+_NUM_AGREED = 3
+
+
+@dataclasses.dataclass
+class _Bucket:
+    """How steps are taken with batches of some shapes, or smaller ones."""
+
+    batch: Any
+    way: autotune.Way
+    report: MemoryReport
+    # Between the steps.
+    expected_in_use_bytes: int
+    # Whether nothing that needs less is known.
+    is_least: bool = False
+    num_steps: int = 0
+    reader: capture.Reader | None = None
+    # The `repr` of what `fit` knows of its batches, and a function of one.
+    function: tuple[str, Callable] | None = None
+
+    def step(self, spec: Any) -> Callable:
+        """Takes a step with a batch, of which `fit` knows this."""
+        if self.function is None or self.function[0] != repr(spec):
+            self.function = repr(spec), self.way.session.on_batch(spec)
+        return self.function[1]
+
+    def read_state(self) -> capture.Reader:
+        """Reads what a step changes; the first one may make variables."""
+        state = self.way.session.state
+        reader = self.reader
+        if reader is None or not reader.reads(state):
+            reader = self.reader = capture.Reader(state)
+        return reader
+
+
+class BudgetedSession:
+    """Runs a model's steps within `options.memory_budget`.
+
+    After the first choice, and after each adaptation, `model.memory_report`
+    tells what is done.
+
+    Args:
+        model: A compiled model.
+        options: The options.
+    """
+
+    def __init__(self, model: keras.Model, options: MemoryOptions):
+        self.model: Any = model
+        self._options = options
+        self._compiled = compiled_state(model)
+        self._group = agreeing.processes(options)
+        self._budget = _budget_bytes(options)
+        given = options.memory_budget
+        self._received = autotune.received_budget(given, self._budget)
+        self._verbose = 0
+        # What steps were seen to need beyond what was predicted.
+        self._less = 0
+        # The batch of the step that is taken, as far as it is on the device.
+        self._in_hand = 0
+        self._in_fit = True
+        self._spec: Any = None
+        self._buckets: list[_Bucket] = []
+        self._bucket: _Bucket | None = None
+        self._events: list[str] = []
+        self._has_warned = False
+        self._plain_function: Any = None
+        self._function: Any = None
+
+    @classmethod
+    def of(
+        cls, model: keras.Model, options: MemoryOptions, verbose: int = 0
+    ) -> "BudgetedSession":
+        """The model's session under these options, from an earlier `fit` if
+        the model was not compiled again since, nor the device's limit set."""
+        sessions = vars(model).get(_SESSIONS, {})
+        session = sessions.get(options)
+        fresh = cls(model, options)
+        if session is None or (
+            session._compiled != fresh._compiled
+            or session._budget != fresh._budget
+        ):
+            session = fresh
+        session._verbose = verbose
+        object.__setattr__(model, _SESSIONS, {options: session})
+        return session
+
+    def prepare(self, batch, reserved_bytes: int) -> None:
+        """Chooses for `fit`, before its input pipeline runs beside.
+
+        Args:
+            batch: Its first batch, as `tf.TensorSpec`s.
+            reserved_bytes: What the device will hold besides.
+        """
+        if self._covering(batch) is None:
+            self._choose(batch, reserved_bytes)
+
+    def install(self, test_step: bool = True, guard: bool = False) -> None:
+        """Gives the model a train function that keeps the budget.
+
+        Args:
+            test_step: Whether it is `fit` that trains: it validates as well,
+                and an input pipeline runs beside.
+            guard: Whether it takes itself off, when it raises or is called in
+                a later `fit`.
+        """
+        model = self.model
+        self._in_fit = test_step
+        self._plain_function = model.train_function
+
+        def train(iterator: Iterator):
+            self._spec = getattr(iterator, "element_spec", None)
+            for _ in range(model.steps_per_execution):
+                logs = self._step(next(iterator))
+                self._tell_of_parts()
+            return logs
+
+        if guard:
+            train = guarded(self, "train_function", train)
+        self._function = model.train_function = train
+        if self._bucket is not None:
+            self._enter(self._bucket)
+
+    def trains(self) -> bool:
+        """Whether this session's function is on the model."""
+        function = self._function
+        return function is not None and self.model.train_function is function
+
+    def remove(self, failed: bool = False) -> None:
+        """Gives the model its own functions back. May be called twice."""
+        if self._bucket is not None:
+            self._bucket.way.session.remove(failed)
+        if self.trains():
+            self.model.train_function = self._plain_function
+        self._function = None
+
+    def end_group(self) -> None:
+        """A batch is a group."""
+
+    def _step(self, batch):
+        """Takes one step, in as many attempts as it needs."""
+        specs = batches.specs_of(batch)
+        self._in_hand = pipeline.in_hand_bytes(batch)
+        bucket = self._covering(specs) or self._choose_in_training(specs)
+        if bucket is not self._bucket:
+            self._enter(bucket)
+        if not bucket.report.is_measured:
+            return bucket.step(self._spec)(batch)
+        if self._group.size > 1:
+            return self._step_with_others(bucket, batch)
+        message = ""
+        for attempt in range(_MAX_ATTEMPTS):
+            if attempt > 1:
+                less = int(_STEP_SHARE * self._budget)
+                bucket = self._with_less(bucket, less, message)
+            state = capture.State(bucket.read_state(), self.model.metrics)
+            with memory.track() as usage:
+                logs, message = _run(bucket.step(self._spec), batch)
+            if not message:
+                self._learn(bucket, usage.peak_bytes)
+                return logs
+            state.restore()
+            way = describe(bucket.way.choice.options)
+            self._event(f"A step ran out of memory ({way}) and was undone.")
+        raise self._given_up(message)
+
+    def _step_with_others(self, bucket: _Bucket, batch):
+        """Takes one step together with the other processes."""
+        with memory.track() as usage:
+            logs, message = _run(bucket.step(self._spec), batch)
+        if message:
+            raise tf.errors.ResourceExhaustedError(
+                None,
+                None,
+                "A step ran out of memory, and processes that train in shards "
+                "cannot undo theirs: start them again, from the last "
+                f"checkpoint, with a smaller `memory_budget`. {message} "
+                f"Received: {self._received}",
+            )
+        bucket.num_steps += 1
+        if bucket.num_steps <= _NUM_AGREED:
+            self._learn(bucket, agreeing.highest(self._group, usage.peak_bytes))
+        return logs
+
+    def _covering(self, batch) -> _Bucket | None:
+        """The one that was chosen for such batches, or larger ones."""
+        found = (b for b in self._buckets if batches.covers(b.batch, batch))
+        return next(found, None)
+
+    def _choose(self, batch, reserved_bytes: int) -> _Bucket:
+        # The device may have become smaller.
+        room = min(self._budget, memory.capacity())
+        with self._whole():
+            way, report = autotune.choose(
+                self.model,
+                self._options,
+                batch,
+                agreeing.lowest(self._group, room),
+                reserved_bytes + self._less,
+                self._verbose,
+            )
+        report = dataclasses.replace(report, budget_bytes=self._budget)
+        in_use = report.in_use_bytes + reserved_bytes
+        bucket = _Bucket(batch, way, report, in_use)
+        self._buckets.append(bucket)
+        self._show(bucket)
+        if self._verbose:
+            print(report.summary())
+        return bucket
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Within, the model is not in the shards in which it trains."""
+        session = self._bucket.way.session if self._bucket else None
+        if not (session and session.options.sharding and self.trains()):
+            yield
+            return
+        session.remove()
+        try:
+            yield
+        finally:
+            session.install(self._in_fit)
+            self.model.train_function = self._function
+
+    def _choose_in_training(self, batch) -> _Bucket:
+        # What a pipeline has to make ready again. A rehearsal makes a batch of
+        # its own, beside the one that is in memory by now.
+        ready = pipeline.ready_bytes(batch) if self._in_fit else 0
+        return self._choose(batch, ready - self._in_hand)
+
+    def _with_less(self, bucket: _Bucket, less: int, message: str) -> _Bucket:
+        """Chooses anew for a bucket, so many bytes below what it had.
+
+        Raises:
+            tf.errors.ResourceExhaustedError: If there is no such way.
+        """
+        self._less += less
+        try:
+            found = self._choose_in_training(bucket.batch)
+        except (ValueError, tf.errors.ResourceExhaustedError) as error:
+            raise self._given_up(message) from error
+        self._buckets.remove(bucket)
+        self._enter(found)
+        return found
+
+    def _enter(self, bucket: _Bucket) -> None:
+        """Trains, and validates, in a bucket's way from now on."""
+        if self._bucket is not None:
+            self._bucket.way.session.remove()
+        self._bucket = bucket
+        bucket.way.session.install(self._in_fit)
+        self.model.train_function = self._function
+        self._show(bucket)
+
+    def _learn(self, bucket: _Bucket, peak_bytes: int) -> None:
+        """Takes note of what a step needed."""
+        choice = bucket.report.chosen
+        if peak_bytes > (choice.measured_peak_bytes or 0):
+            choice = dataclasses.replace(choice, measured_peak_bytes=peak_bytes)
+            bucket.report = dataclasses.replace(bucket.report, chosen=choice)
+            self._show(bucket)
+        excess = peak_bytes - self._budget
+        if excess <= 0 or bucket.is_least:
+            return
+        self._event(
+            f"A step needed {format_size(peak_bytes)} ("
+            f"{describe(choice.options)}); the next ones take less."
+        )
+        # What others have taken meanwhile is seen when it is chosen anew.
+        taken = memory.current() - bucket.expected_in_use_bytes
+        less = max(0, excess - max(0, taken))
+        try:
+            self._with_less(bucket, agreeing.highest(self._group, less), "")
+        except tf.errors.ResourceExhaustedError:
+            bucket.is_least = True
+            self._event("Nothing that needs less is known.")
+
+    def _tell_of_parts(self) -> None:
+        """After a step: says which layers see one part at a time."""
+        bucket: Any = self._bucket
+        session = bucket.way.session
+        layers = session.gradient_step.layers_that_see_parts
+        names = tuple(layer.name for layer in layers)
+        if names == bucket.report.layers_that_see_parts:
+            return
+        bucket.report = dataclasses.replace(
+            bucket.report, layers_that_see_parts=names
+        )
+        self._show(bucket)
+        if not self._has_warned:
+            self._has_warned = True
+            session.gradient_step.warn_of_parts()
+
+    def _given_up(self, message: str) -> tf.errors.ResourceExhaustedError:
+        return tf.errors.ResourceExhaustedError(
+            None,
+            None,
+            "A step ran out of memory, in every way that is known to need "
+            "less as well. The model is as it was before the step: make the "
+            f"batch smaller or the budget larger. {message} Received: "
+            f"{self._received}",
+        )
+
+    def _event(self, line: str) -> None:
+        self._events.append(line)
+        if self._bucket is not None:
+            self._show(self._bucket)
+        if self._verbose:
+            print(line)
+
+    def _show(self, bucket: _Bucket) -> None:
+        events = tuple(self._events)
+        bucket.report = dataclasses.replace(bucket.report, events=events)
+        # Not `setattr`: Keras would track it.
+        object.__setattr__(self.model, "memory_report", bucket.report)
+
+
+def in_processes(options: MemoryOptions) -> MemoryOptions:
+    """Options that shard a budgeted training, if several processes train and
+    that is allowed: by the stage that sends least."""
+    allowed = "sharding" in options.allow and options.sharding is None
+    if not allowed or engine().size == 1:
+        return options
+    return dataclasses.replace(options, sharding=Sharding("gradients"))
+
+
+def _run(step, batch) -> tuple[Any, str]:
+    """Takes a step; returns its logs, and why it failed if it did."""
+    try:
+        logs = step(batch)
+        # Waits for a GPU.
+        keras.tree.map_structure(np.asarray, logs)
+    except tf.errors.ResourceExhaustedError as error:
+        # Without the error, whose frames hold tensors.
+        return None, error.message
+    return logs, ""
+
+
+def _budget_bytes(options: MemoryOptions) -> int:
+    budget = options.memory_budget
+    if isinstance(budget, float):
+        return int(budget * memory.capacity())
+    return budget

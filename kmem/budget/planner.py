@@ -1,0 +1,331 @@
+"""Makes a plan for a model's training step, for `fit` and for `kmem.plan`.
+
+The step is profiled once for models of one structure; the plan is then found,
+rehearsed and corrected (correcting.py), or comes from an earlier time.
+"""
+
+import dataclasses
+import gc
+from collections.abc import Callable
+from typing import Any
+from typing import Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kmem import memory
+from kmem.base.store import Store
+from kmem.budget.correcting import Corrector
+from kmem.budget.correcting import Learned
+from kmem.budget.dry_run import Rehearsal
+from kmem.budget.dry_run import rehearse
+from kmem.fit.session import Session
+from kmem.fit.session import option_precision
+from kmem.graph import xla
+from kmem.keras_graph import matching
+from kmem.keras_graph import profiling
+from kmem.options import Genetic
+from kmem.options import MemoryOptions
+from kmem.options import Remat
+from kmem.planning.choosing import Chooser
+from kmem.planning.network import Network
+from kmem.planning.plan import Plan
+from kmem.sharding import agreeing
+from kmem.sharding.engine import Engine
+from kmem.step import batches
+from kmem.step import updates
+from kmem.step.accumulation import build_optimizer
+from kmem.step.capture import DiscardedState
+from kmem.step.capture import all_layers
+
+_MAX_LEARNED = 8
+# How far what is in memory besides may differ, as a share of a plan's peak.
+_SAME = 0.01
+# What no two processes measure alike of a `Stage`.
+_MEASURED = (
+    "residual_bytes",
+    "forward_workspace_bytes",
+    "backward_workspace_bytes",
+    "forward_seconds",
+    "backward_seconds",
+)
+
+_learned: dict[tuple, Learned] = {}
+_plans = Store("plans", Plan.save, Plan.load)
+
+
+def plan(
+    model: keras.Model,
+    batch: Any,
+    budget: int | float | str = "auto",
+    *,
+    solver: str | Genetic = "optimal",
+    costs: Literal["measured", "flops"] = "measured",
+    verbose: int = 0,
+) -> Plan:
+    """Plans what a model's training step recomputes.
+
+    The model and its state stay as they are. A step is run on made-up numbers
+    to see what it needs, if the model is compiled.
+
+    Args:
+        model: A built `keras.Model`.
+        batch: One batch, as `train_step` gets it: `x`, `(x, y)` or
+            `(x, y, sample_weight)`, of arrays, tensors or `tf.TensorSpec`s.
+        budget: The device's peak during a step, with everything in it: bytes,
+            a size such as `"2GB"`, a share of the unplanned peak in (0, 1],
+            or `"auto"`, the smallest predicted peak whose predicted slowdown
+            is at most 1.3x.
+        solver: `"optimal"`, `"sqrt"` or `kmem.Genetic(...)`.
+        costs: `"measured"`, or `"flops"` for times that are computed, so that
+            plans are repeatable.
+        verbose: 1 shows progress.
+
+    Returns:
+        A `kmem.Plan`, for `fit(remat=...)`.
+
+    Raises:
+        ValueError: If the budget is not of one of its forms, if no plan fits
+            in it (the message names the smallest that would do), or if the
+            model is not built.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+
+    import kmem
+
+    layers = [keras.layers.Dense(64, "relu") for _ in range(8)]
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    model.compile("sgd", "mse")
+    x = np.zeros((4096, 64), "float32")
+    plan = kmem.plan(model, (x, x), budget="auto")
+    print(plan.summary())
+    ```
+    """
+    options = MemoryOptions(remat=Remat(budget=budget, solver=solver))
+    specs = batches.specs_of(batch)
+    return make_plan(model, specs, options, costs, verbose)
+
+
+def with_plan(
+    model: keras.Model,
+    options: MemoryOptions,
+    batch: Any,
+    reserved_bytes: int = 0,
+    verbose: int = 0,
+) -> MemoryOptions:
+    """Options in which `remat` is a plan: the one given, or one made now.
+
+    Args:
+        model: The model, which is built if need be.
+        options: The options, with `remat`.
+        batch: What all replicas get in a step, as `tf.TensorSpec`s, or `None`
+            if that is not known.
+        reserved_bytes: What the device holds besides, and does not yet.
+        verbose: 1 shows progress.
+
+    Raises:
+        ValueError: If the plan is for other batches, if none fits in the
+            budget, or if the shapes of the batches are not known.
+    """
+    if profiling.mode(model) == "xla":
+        xla.prefer_little_memory()
+    if batch is not None:
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        batch = batches.part_of(batch, replicas)
+        build(model, batch)
+    given = options.remat.plan
+    if given is not None:
+        made = given if isinstance(given, Plan) else Plan.load(given)
+        _check_batch(made, options, batch)
+    elif batch is None:
+        raise ValueError(
+            "`remat` must be a `kmem.Plan` if the shapes of the batches "
+            "cannot be told: make one with `kmem.plan(model, batch)`. "
+            f"Received: remat={options.remat.budget!r}"
+        )
+    else:
+        made = make_plan(
+            *(model, batch, options, "measured", verbose, reserved_bytes),
+            argument="remat",
+        )
+        if verbose:
+            print(made.summary())
+    return dataclasses.replace(options, remat=Remat(plan=made))
+
+
+def make_plan(
+    model: keras.Model,
+    batch: Any,
+    options: MemoryOptions,
+    costs: str,
+    verbose: int,
+    reserved_bytes: int = 0,
+    argument: str = "budget",
+) -> Plan:
+    """Plans a step under the options, of which `remat` tells the budget.
+
+    What is learned of a model serves all models of the same structure.
+    """
+    compiled = profiling.mode(model) == "xla"
+    # The same plan has another peak in another of XLA's orders.
+    in_order = compiled and xla.prefer_little_memory()
+    group = agreeing.processes(options)
+    part = _part(batch, options)
+    is_counted = memory.is_counted()
+    if not is_counted:
+        # What is not rehearsed is not run at all.
+        costs = "flops"
+    # The same for all budgets.
+    rest = dataclasses.replace(options, remat=None)
+    keeps_gradients = not updates.are_early(model, rest)
+    with option_precision(model, options):
+        recording = profiling.record_batch(model, part)
+        key = (
+            *(matching.structure(recording), batches.to_json(batch), rest),
+            *(options.remat.solver, costs, profiling.mode(model), in_order),
+            *(type(getattr(model, "optimizer", None)), group.size),
+            keeps_gradients,
+            is_counted,
+        )
+    if model.compiled:
+        # Its variables are in memory in every step.
+        with model.distribute_strategy.scope():
+            build_optimizer(model.optimizer, model.trainable_variables)
+    gc.collect()
+    in_use = agreeing.highest(group, in_use_bytes(model, batch, options))
+    asked = *key, options.remat.budget, reserved_bytes
+    made = _kept(asked, in_use)
+    if agreeing.is_same(group, made) and made is not None:
+        return made
+    learned = _learned.pop(key, None)
+    if learned is None:
+        measured = costs == "measured"
+        with option_precision(model, options):
+            profile = profiling.measure(recording, measured, verbose, compiled)
+        network = dataclasses.replace(
+            _measured_by_first(group, profile.network),
+            keeps_gradients=keeps_gradients,
+        )
+        learned = Learned(Chooser(network, options.remat.solver))
+    _learned[key] = learned
+    while len(_learned) > _MAX_LEARNED:
+        _learned.pop(next(iter(_learned)))
+    corrector = Corrector(
+        learned,
+        part,
+        profiling.mode(model),
+        in_use,
+        _rehearsal(model, batch, options),
+    )
+    made = corrector.plan(options.remat.budget, reserved_bytes, argument)
+    _plans.keep(asked, in_use, made)
+    return made
+
+
+def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
+    """What is in memory before a step; predicted where it is not counted.
+
+    Args:
+        model: A model with its variables.
+        batch: What a step gets, as `tf.TensorSpec`s.
+        options: Those of the step.
+    """
+    if memory.is_counted():
+        return memory.current()
+    held = batches.num_bytes(model.variables)
+    if model.compiled:
+        held += batches.num_bytes(model.optimizer.variables)
+    if options.num_parts > 1:
+        # All of the batch, of which the drawing has a part, and the sum of
+        # the parts' gradients.
+        held += batches.num_bytes(batch)
+        held += batches.num_bytes(model.trainable_variables)
+    return held
+
+
+def _kept(asked: tuple, in_use: int) -> Plan | None:
+    """A plan that was made before, and still is right."""
+    for before, made in _plans.find(asked):
+        peak = made.highest_peak_bytes
+        if abs(in_use - before) > _SAME * peak:
+            continue
+        if made.budget_bytes is None or (
+            peak + in_use - before <= made.budget_bytes
+        ):
+            return made
+    return None
+
+
+def _rehearsal(
+    model: keras.Model, batch, options: MemoryOptions
+) -> Callable[[Plan], Rehearsal | None] | None:
+    """What runs the model's step by a plan, if that can be done."""
+    strategy = model.distribute_strategy
+    # Several workers would have to agree on what to rehearse.
+    alone = strategy.num_replicas_in_sync == 1 or isinstance(
+        strategy, tf.distribute.MirroredStrategy
+    )
+    if not (model.compiled and alone and memory.is_counted()):
+        return None
+
+    def run(made: Plan) -> Rehearsal | None:
+        planned = dataclasses.replace(options, remat=Remat(plan=made))
+        return rehearse(Session(model, planned), batch)
+
+    return run
+
+
+def build(model: keras.Model, batch) -> None:
+    """Makes a model's variables, as Keras does in its first step.
+
+    Args:
+        model: The model.
+        batch: What `train_step` gets, as `tf.TensorSpec`s.
+    """
+    if all(layer.built for layer in all_layers(model)):
+        return
+    x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
+    made_up = batches.made_up(batches.part_of(x, batches.num_rows(x) or 1))
+    with model.distribute_strategy.scope(), DiscardedState():
+        model(made_up)
+
+
+def _part(batch, options: MemoryOptions) -> Any:
+    """What of a batch a process computes at a time, at most."""
+    own = batches.part_of(batch, agreeing.processes(options).size)
+    return batches.part_of(own, options.num_parts)
+
+
+def _measured_by_first(group: Engine, network: Network) -> Network:
+    """A network with the measurements of process 0."""
+    own = [[getattr(s, name) for name in _MEASURED] for s in network.stages]
+    found = agreeing.of_first(group, np.array(own, "float64"))
+    stages = [
+        dataclasses.replace(
+            stage,
+            **{
+                name: type(getattr(stage, name))(number)
+                for name, number in zip(_MEASURED, numbers, strict=True)
+            },
+        )
+        for stage, numbers in zip(network.stages, found, strict=True)
+    ]
+    return dataclasses.replace(network, stages=tuple(stages))
+
+
+def _check_batch(made: Plan, options: MemoryOptions, batch) -> None:
+    if batch is None:
+        return
+    part = _part(batch, options)
+    if batches.to_json(part) != made.batch:
+        planned = batches.describe(batches.from_json(made.batch))
+        raise ValueError(
+            "`remat` must be a plan for the batches that are trained on: make "
+            "it again with `kmem.plan`. Received: a plan for batches of "
+            f"{planned}, for batches of {batches.describe(part)}"
+        )

@@ -1,0 +1,270 @@
+"""Trains a few steps at each of several thresholds of DTR, to see what they
+cost: the figure of MegEngine's guide, for the user's own model.
+
+Every step begins with the same state and the same batch, so that all
+thresholds run the same program, and all take their steps in turns, so that
+other work on the machine slows all of them. One step with each batch is
+recorded besides, from which the simulator tells what to expect. As many
+batches are in memory as an input pipeline has ready in `fit`.
+
+What it does not do: know of arrays that `fit` is given, which Keras copies
+whole.
+"""
+
+import dataclasses
+import gc
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem import memory
+from kmem.base.sizes import format_size
+from kmem.base.sizes import parse_size
+from kmem.budget.trial import Trial
+from kmem.dtr.forecast import Forecast
+from kmem.dtr.sweep import Row
+from kmem.dtr.sweep import Sweep
+from kmem.fit import pipeline
+from kmem.fit.session import Session
+from kmem.options import DTR
+from kmem.options import HEURISTICS
+from kmem.options import MemoryOptions
+from kmem.step import batches
+from kmem.step.capture import all_layers
+
+SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
+# The step's own, and those that are ready.
+_MAX_BATCHES = 1 + pipeline.BATCHES_READY
+
+
+def sweep(
+    model: keras.Model,
+    data: Any,
+    thresholds: Sequence[float | int | str] | None = None,
+    *,
+    dtr: DTR | None = None,
+    steps: int = 4,
+    verbose: int = 0,
+) -> Sweep:
+    """Measures what training under DTR costs at several thresholds.
+
+    The model, its optimizer, metrics and random seeds stay as they are.
+
+    Args:
+        model: A compiled `keras.Model`.
+        data: One batch, as `train_step` gets it: `x`, `(x, y)` or
+            `(x, y, sample_weight)`, of arrays or tensors. Or a
+            `tf.data.Dataset` or `keras.utils.PyDataset`, of which the first
+            four batches are used.
+        thresholds: Bytes, sizes such as `"2GB"`, and shares of plain eager
+            training's peak, as floats in (0, 1]. Six shares from 1.0 to 0.3
+            by default.
+        dtr: The other settings.
+        steps: How many steps to take with each batch; the quickest counts.
+        verbose: 1 shows progress.
+
+    Returns:
+        A `kmem.Sweep`. A threshold that is too small is a row that says so.
+
+    Raises:
+        ValueError: If a threshold is not of one of its forms, if DTR cannot
+            work with this model, or if a step does not fit in the device even
+            under DTR.
+        NativeLibraryError: If kmem's allocator is not in place.
+
+    Example:
+
+    ```python
+    import keras
+    import numpy as np
+
+    import kmem
+
+    layers = [keras.layers.Conv2D(8, 3, activation="relu") for _ in range(8)]
+    model = keras.Sequential([keras.Input((48, 48, 1)), *layers])
+    model.compile("sgd", "mse")
+    x, y = np.zeros((32, 48, 48, 1)), np.zeros((32, 32, 32, 8))
+    found = kmem.sweep(model, (x, y), [0.9, 0.75], steps=2)
+    print(found.summary())
+    kmem.wrap(model).fit(x, y, dtr=found.recommended)
+    ```
+    """
+    asked = SHARES if thresholds is None else tuple(thresholds)
+    for threshold in asked:
+        _to_bytes(threshold, whole_bytes=1)
+    if isinstance(steps, bool) or not (isinstance(steps, int) and steps > 0):
+        raise ValueError(
+            f"`steps` must be a positive integer. Received: steps={steps!r}"
+        )
+    gc.collect()
+    before = memory.current()
+    tensors = _tensors(data)
+    room = _room(tensors, memory.current() - before)
+    sweeper = _Sweeper(model, tensors, dtr or DTR(), steps, room)
+    return sweeper.sweep(asked, verbose)
+
+
+class _Sweeper:
+    """Tries a model's training step under settings of DTR, in what memory
+    `room` leaves."""
+
+    def __init__(
+        self, model, data: list, settings: DTR, steps: int, room: tf.Tensor
+    ):
+        _build(model, data[0])
+        self._model = model
+        self._data = data
+        self._room = room
+        self._settings = settings
+        self._steps = steps
+        self._trials: dict[DTR, Trial] = {}
+        self._unlimited = self._trial(0)
+        self._plain = Trial(self._session(self._unlimited), data, plainly=True)
+
+    def sweep(self, asked: Sequence[float | int | str], verbose: int) -> Sweep:
+        forecast = self._forecast()
+        plain = self._plain
+        whole = forecast.peak_bytes if plain.error else max(plain.peaks)
+        for threshold in asked:
+            self._trial(_to_bytes(threshold, whole))
+        trials = [plain, *self._trials.values()]
+        progress = keras.utils.Progbar(
+            self._steps * len(trials), verbose=verbose, unit_name="trial"
+        )
+        for trial in trials * self._steps:
+            trial.run()
+            if verbose:
+                progress.add(1)
+        found = self._found(forecast)
+        chosen = found.recommended
+        best = _best_heuristic(forecast, chosen)
+        if best == chosen.heuristic:
+            return found
+        # By the simulator. Whether it is, time tells.
+        other = self._trial(int(chosen.eviction_threshold), heuristic=best)
+        for options in (chosen, other) * self._steps:
+            self._trials[options].run()
+        return self._found(forecast)
+
+    def _trial(self, threshold_bytes: int, **settings: Any) -> DTR:
+        """Begins a trial, and gives its settings."""
+        options = dataclasses.replace(
+            self._settings, eviction_threshold=threshold_bytes, **settings
+        )
+        if options not in self._trials:
+            trial = Trial(self._session(options), self._data)
+            self._trials[options] = trial
+        return options
+
+    def _session(self, options: DTR) -> Session:
+        session = Session(self._model, MemoryOptions(dtr=options))
+        session.build()
+        return session
+
+    def _forecast(self) -> Forecast:
+        """What the simulator makes of a step without a threshold."""
+        unlimited = self._trials[self._unlimited]
+        for trial in (self._plain, unlimited):
+            trial.run()
+        programs = [] if unlimited.error else unlimited.record()
+        if unlimited.error:
+            raise ValueError(
+                "A step must fit in the device under DTR. Received: "
+                f"{unlimited.error}"
+            )
+        peaks = None if self._plain.error else unlimited.peaks
+        return Forecast(programs, peaks, memory.current())
+
+    def _found(self, forecast: Forecast) -> Sweep:
+        unlimited = self._trials[self._unlimited].seconds
+        rows = [_row(self._plain, None)]
+        for options, trial in self._trials.items():
+            expected = forecast.of(options)
+            rows.append(
+                dataclasses.replace(
+                    _row(trial, options),
+                    predicted_seconds=unlimited + expected.more_seconds,
+                    predicted_peak_bytes=expected.peak_bytes,
+                )
+            )
+        return Sweep(tuple(rows))
+
+
+def _row(trial: Trial, options: DTR | None) -> Row:
+    if trial.error:
+        return Row(options, error=_reason(trial.error))
+    return Row(
+        options,
+        step_seconds=trial.seconds,
+        peak_bytes=max(trial.peaks),
+        num_evictions=round(trial.num_evictions),
+        num_recomputations=round(trial.num_recomputations),
+    )
+
+
+def _reason(error: str) -> str:
+    """In a few words, why a step could not be taken."""
+    needed = re.search(r"must be at least (\d+) bytes", error)
+    if needed is not None:
+        return f"no room: at least {format_size(int(needed[1]))}"
+    return "thrashes" if "Recomputation must end" in error else "out of memory"
+
+
+def _best_heuristic(forecast: Forecast, options: DTR) -> str:
+    """What recomputes least at a threshold, in the simulator."""
+
+    def more_seconds(name: str) -> float:
+        changed = dataclasses.replace(options, heuristic=name)
+        return forecast.of(changed).more_seconds
+
+    # The one there is, if none is better.
+    return min((options.heuristic, *HEURISTICS), key=more_seconds)
+
+
+def _to_bytes(threshold: float | int | str, whole_bytes: int) -> int:
+    """A share of the whole, or a size."""
+    if not isinstance(threshold, float):
+        return parse_size(threshold, "thresholds")
+    if not 0 < threshold <= 1:
+        raise ValueError(
+            "`thresholds` as floats are shares and must be in (0, 1]. Give "
+            'bytes as an integer or as "2GB". '
+            f"Received: {threshold!r}"
+        )
+    return round(threshold * whole_bytes)
+
+
+def _tensors(data: Any) -> list:
+    """The batches of what may be a data set, as a step gets them."""
+    if isinstance(data, tf.data.Dataset):
+        found = list(data.take(_MAX_BATCHES))
+    elif isinstance(data, keras.utils.PyDataset):
+        count = min(data.num_batches or _MAX_BATCHES, _MAX_BATCHES)
+        found = [data[index] for index in range(count)]
+    else:
+        found = [data]
+    if not found:
+        raise ValueError("`data` must have a batch. Received: an empty one")
+    return [keras.tree.map_structure(_tensor, batch) for batch in found]
+
+
+def _tensor(leaf) -> tf.Tensor | None:
+    if leaf is None or tf.is_tensor(leaf):
+        return leaf
+    return tf.convert_to_tensor(leaf, batches.specs_of(leaf).dtype)
+
+
+def _room(data: list, held_bytes: int) -> tf.Tensor:
+    """As much as `fit` holds of batches, less what is held of them already."""
+    needed = max(pipeline.ready_bytes(batch, _MAX_BATCHES) for batch in data)
+    return tf.zeros(max(needed - held_bytes, 0), tf.uint8)
+
+
+def _build(model: keras.Model, batch) -> None:
+    """Makes a model's variables, as Keras does in its first step."""
+    if not all(layer.built for layer in all_layers(model)):
+        x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
+        model(x)

@@ -1,0 +1,1 @@
+"""The `kmem` command: a module for each of its subcommands."""

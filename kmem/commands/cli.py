@@ -1,0 +1,202 @@
+"""The `kmem` command.
+
+One function a command, registered in `_parser`. What only one command needs is
+imported by that command.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import platform
+import sys
+
+from kmem.base.versions import __version__
+from kmem.commands import arguments
+
+# Commands that live in a module of their own, which provides
+# `add_arguments(parser)` and `run(args) -> int`.
+_MODULES = {
+    "demo": (
+        "kmem.commands.demo",
+        "Train the same model with and without kmem, and compare.",
+    ),
+    "launch": (
+        "kmem.commands.launch",
+        "Run a script in several processes that train one model.",
+    ),
+    "plan": (
+        "kmem.commands.plan",
+        "Plan what a saved model's training step recomputes.",
+    ),
+    "report": (
+        "kmem.commands.report",
+        "Choose options for a saved model and a budget, and draw why.",
+    ),
+    "simulate": (
+        "kmem.commands.simulate",
+        "Simulate DTR on a recorded step, under a budget.",
+    ),
+    "sweep": (
+        "kmem.commands.sweep",
+        "Measure what DTR costs a saved model at several thresholds.",
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code.
+
+    0: it worked. 1: it did not, and standard error says why. 2: the command
+    line is wrong, or a file that it names.
+    """
+    parser = _parser(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        if args.command in _MODULES:
+            _prepare()
+        return args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except _expected() as error:
+        print(f"kmem {args.command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, arguments.WrongFileError) else 1
+
+
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kmem",
+        description="Train Keras models in less memory.",
+        epilog="Example: kmem info",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"kmem {__version__}"
+    )
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND"
+    )
+
+    info = commands.add_parser(
+        "info",
+        help="Show versions, devices and the state of the native library.",
+        description="Show versions, devices and the state of the native "
+        "library: what a bug report needs.",
+        epilog="Example: kmem info",
+    )
+    info.set_defaults(run=_info)
+
+    build = commands.add_parser(
+        "build",
+        help="Compile the native library now rather than at the next import.",
+        description="Compile the native library now rather than at the next "
+        "import. It needs a C++ compiler: $CXX, g++ or clang++.",
+        epilog="Example: kmem build --force",
+    )
+    build.add_argument(
+        "--force",
+        action="store_true",
+        help="Compile even if that has been done.",
+    )
+    build.set_defaults(run=_build)
+
+    for name, (module, text) in _MODULES.items():
+        command = commands.add_parser(name, help=text, description=text)
+        # Such a module is imported only when its command is asked for.
+        if argv[:1] == [name]:
+            implementation = importlib.import_module(module)
+            implementation.add_arguments(command)
+            command.set_defaults(run=implementation.run)
+    return parser
+
+
+def _expected() -> tuple[type[Exception], ...]:
+    """Errors whose message is for the user; any other one is kmem's own."""
+    import tensorflow as tf
+
+    return ImportError, OSError, RuntimeError, ValueError, tf.errors.OpError
+
+
+def _prepare() -> None:
+    """Before the command's first TensorFlow operation."""
+    from kmem.base import native
+
+    native.prepare()
+
+
+def _build(args: argparse.Namespace) -> int:
+    from kmem.base import building
+
+    was_built = building.find_library() is not None
+    path = building.build(force=args.force)
+    print("already built:" if was_built and not args.force else "built:", path)
+    return 0
+
+
+def _info(args: argparse.Namespace) -> int:
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from kmem.base import cache
+
+    rows = [
+        ("kmem", __version__),
+        ("TensorFlow", tf.__version__),
+        ("Keras", keras.__version__),
+        ("NumPy", np.__version__),
+        ("Python", platform.python_version()),
+        ("system", f"{platform.system()} {platform.machine()}"),
+        ("matplotlib", _version("matplotlib")),
+        ("devices", ", ".join(_devices())),
+        ("compiler", _compiler()),
+        ("cache folder", cache.folder()),
+        ("native library", _library()),
+        ("allocator", _allocator()),
+    ]
+    for name, value in rows:
+        print(f"{name:<15} {value}")
+    return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[str]:
+    import tensorflow as tf
+
+    return [
+        device.name.removeprefix("/physical_device:")
+        for device in tf.config.list_physical_devices()
+    ]
+
+
+def _compiler() -> str:
+    from kmem.base import building
+
+    try:
+        return " ".join(building.find_compiler() or ["none found"])
+    except building.NativeLibraryError as error:
+        return str(error)
+
+
+def _library() -> str:
+    from kmem.base import building
+
+    try:
+        return str(building.find_library() or "not built (run `kmem build`)")
+    except building.NativeLibraryError as error:
+        return str(error)
+
+
+def _allocator() -> str:
+    from kmem.base import native
+
+    if not native.is_registered():
+        return "TensorFlow's own: kmem.memory cannot count on the CPU"
+    return "kmem's: kmem.memory counts and limits the CPU's memory"

@@ -1,0 +1,77 @@
+"""`kmem plan`: plans a saved model's training step."""
+
+import argparse
+import pathlib
+
+from kmem.budget.planner import plan
+from kmem.commands import arguments
+from kmem.commands import model_file
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Example: kmem plan model.keras --batch 32 --budget 2GB "
+        "--plot plan.png --output plan.json"
+    )
+    model_file.add_arguments(parser)
+    parser.add_argument(
+        "--budget",
+        type=_budget,
+        default="auto",
+        help='the peak of a step: "2GB", a share such as 0.5 of the '
+        'unplanned peak, or "auto" (default)',
+    )
+    parser.add_argument(
+        "--solver", choices=("optimal", "sqrt"), default="optimal"
+    )
+    parser.add_argument(
+        "--costs",
+        choices=("measured", "flops"),
+        default="measured",
+        help="where times come from (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=_plan_file,
+        metavar="PATH",
+        help="where to save the plan, as .json, for fit(remat=PATH)",
+    )
+    parser.add_argument(
+        "--plot",
+        type=arguments.picture_file,
+        metavar="PATH",
+        help="where to draw it",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a plan; 0 if there is one."""
+    model, batch = model_file.load(args)
+    made = plan(
+        model,
+        batch,
+        args.budget,
+        solver=args.solver,
+        costs=args.costs,
+        verbose=1,
+    )
+    print(made.summary())
+    if args.output is not None:
+        made.save(args.output)
+        print(f"saved: {args.output}")
+    if args.plot is not None:
+        made.plot(args.plot)
+        print(f"drawn: {args.plot}")
+    return 0
+
+
+def _budget(text: str) -> float | int | str:
+    return text if text == "auto" else arguments.share_or_size(text)
+
+
+def _plan_file(text: str) -> pathlib.Path:
+    """By this ending `fit` knows a plan."""
+    path = arguments.output_file(text)
+    if path.suffix != ".json":
+        raise argparse.ArgumentTypeError(f"must end in .json. Received: {text}")
+    return path

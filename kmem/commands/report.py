@@ -1,0 +1,58 @@
+"""`kmem report`: chooses options for a saved model, and draws them.
+
+One step is trained on made-up numbers. The file is left as it is.
+"""
+
+import argparse
+import pathlib
+from typing import Any
+
+import keras
+
+from kmem.commands import arguments
+from kmem.commands import model_file
+from kmem.model import wrap
+from kmem.reporting import report
+from kmem.step import batches
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Example: kmem report model.keras --batch 32 --budget 2GB "
+        "--output report.html"
+    )
+    model_file.add_arguments(parser)
+    parser.add_argument(
+        "--budget",
+        type=arguments.share_or_size,
+        required=True,
+        help='the peak of a step: "2GB", or a share such as 0.5 of the device',
+    )
+    parser.add_argument(
+        "--output",
+        type=arguments.output_file,
+        default=pathlib.Path("report.html"),
+        metavar="PATH",
+        help="where to write the page; the pictures lie beside it "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="a folder of TensorBoard's for the pictures as well",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draws what is chosen for the budget; 0 if something can be."""
+    model, batch = model_file.load(args)
+    keras.utils.set_random_seed(0)  # Of the numbers that are made up.
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(batches.made_up(batch))
+    trained: Any = wrap(model)
+    trained.fit(
+        x, y, batch_size=args.batch, memory_budget=args.budget, verbose=1
+    )
+    report(model, args.output, args.log_dir)
+    print(f"drawn: {args.output}")
+    return 0

@@ -1,0 +1,146 @@
+"""Whether memory options can work with a model, and with each other.
+
+Asked before anything is changed: an option that cannot work is refused with
+an error that says what to do instead.
+"""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem.options import MemoryOptions
+from kmem.sharding import refusals
+from kmem.step import batches
+from kmem.step import capture
+
+_TRACED_APART = ("microbatches", "gradient_accumulation_steps", "remat")
+_SPLITTING = ("microbatches", "memory_budget", "sharding")
+_NOT_DENSE = (
+    *(tf.RaggedTensor, tf.RaggedTensorSpec),
+    *(tf.SparseTensor, tf.SparseTensorSpec),
+)
+_ADDING_UP = (*_SPLITTING, "gradient_accumulation_steps")
+
+
+def check(model, options: MemoryOptions) -> None:
+    """Checks whether the options can work with a model."""
+    if not model.compiled:
+        raise ValueError(
+            "The model must be compiled before it is trained: call "
+            f"`model.compile()` first. Received: model={model.name}"
+        )
+    own_steps = getattr(model.optimizer, "gradient_accumulation_steps", None)
+    if options.gradient_accumulation_steps is not None and own_steps:
+        raise ValueError(
+            "Gradients must be accumulated by kmem or by the optimizer, not "
+            "by both: make the optimizer without "
+            "`gradient_accumulation_steps`. Received: "
+            f"optimizer.gradient_accumulation_steps={own_steps}"
+        )
+    if options.dtr is not None:
+        _check_dtr(model)
+    if options.sharding is not None:
+        refusals.check(model, options)
+    if model.distribute_strategy.num_replicas_in_sync > 1:
+        _check_replicas(model, options)
+    _check_layers(model, options)
+
+
+def _check_layers(model, options: MemoryOptions) -> None:
+    splitting, adding_up = (
+        next((n for n in names if getattr(options, n) is not None), None)
+        for names in (_SPLITTING, _ADDING_UP)
+    )
+    for layer in capture.all_layers(model) if splitting else []:
+        if getattr(layer, "stateful", False):
+            raise ValueError(
+                f"`{splitting}` splits batches, and cannot be used with "
+                "layers that keep a state for each example of a batch: make "
+                "them with `stateful=False`, or use `remat` or `dtr`. "
+                f"Received: layer={layer.name} with stateful=True"
+            )
+    for variable in model.trainable_variables if adding_up else []:
+        # The largest of the batches' would be right, and not their sum.
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ValueError(
+                f"`{adding_up}` adds up gradients, and needs weights that an "
+                "optimizer updates by them: give no model that is quantized "
+                "to float8, or use `remat` or `dtr`. Received: "
+                f"overwrite_with_gradient=True of {variable.path}"
+            )
+
+
+def _check_replicas(model, options: MemoryOptions) -> None:
+    if options.memory_budget is not None:
+        raise ValueError(
+            "`memory_budget` must have one replica in a process. Give "
+            "`microbatches` or `remat` instead. Received: "
+            f"{model.distribute_strategy.num_replicas_in_sync} replicas"
+        )
+    _check_synchronized(model, options)
+
+
+def _check_synchronized(model, options: MemoryOptions) -> None:
+    """What replicas compute together cannot be traced by itself, as a loop's
+    body, a denominator or a recomputation is."""
+    used = (n for n in _TRACED_APART if getattr(options, n) is not None)
+    name = next(used, None)
+    for layer in capture.all_layers(model) if name else []:
+        if getattr(layer, "synchronized", False):
+            raise ValueError(
+                f"`{name}` cannot be used with layers that synchronize their "
+                "replicas: make them with `synchronized=False`. "
+                f"Received: layer={layer.name}"
+            )
+
+
+def _check_dtr(model) -> None:
+    if model.jit_compile:
+        raise ValueError(
+            "`dtr` sees operators one by one, and XLA compiles them into "
+            "one: call `model.compile(jit_compile=False)`, or use `remat`. "
+            "Received: jit_compile=True"
+        )
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if replicas > 1:
+        raise ValueError(
+            "`dtr` must have one replica in a process. "
+            f"Received: {replicas} replicas"
+        )
+
+
+def _check_is_dense(arguments: MutableMapping[str, Any], name: str) -> None:
+    x = arguments.get("x")
+    given = [getattr(x, "element_spec", x), arguments.get("y")]
+    for leaf in keras.tree.flatten(given):
+        if isinstance(leaf, _NOT_DENSE):
+            raise ValueError(
+                f"`{name}` plans for batches of a fixed shape: give `fit` "
+                "dense tensors, or use `microbatches` or `dtr`. Received: "
+                f"{type(leaf).__name__}"
+            )
+
+
+def check_batch(
+    arguments: MutableMapping[str, Any], options: MemoryOptions
+) -> None:
+    """Checks what `fit` is given against the options, before it starts.
+
+    Raises:
+        ValueError: If batches are known to have fewer rows than micro-batches
+            are asked for, or have no shape to plan for.
+    """
+    for name in ("remat", "memory_budget"):
+        if getattr(options, name) is not None:
+            _check_is_dense(arguments, name)
+    if options.microbatches is None:
+        return
+    rows = batches.batch_rows(arguments)
+    if rows is not None and rows < options.microbatches.count:
+        raise ValueError(
+            "`microbatches` must not be larger than the batch. Received: "
+            f"microbatches={options.microbatches.count} for batches of "
+            f"{rows} rows"
+        )

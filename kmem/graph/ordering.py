@@ -1,0 +1,336 @@
+"""Puts a backward pass that was traced in the order of its tape.
+
+A graph's executor starts whatever is ready. Left alone, it follows the chain
+of input gradients, while weight gradients stay pending, and with them the
+activations that they read; it recomputes a segment while the gradients of the
+one before it are still made; and what it does first changes from step to step,
+and the peak with it. Control dependencies make a backward pass a row of short
+stages: up to a weight gradient, then what else came with it, one large array
+after another. A weight gradient and the first of what does not lead to it run
+side by side: one at a time, processors would wait at the end of every stage.
+What it does not do: order a forward pass, or a recomputation within itself,
+where TensorFlow fuses operations that nothing has to wait for. XLA orders its
+operations itself.
+"""
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Container
+from collections.abc import Iterable
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from kmem.graph import fusion
+from kmem.graph import repeats
+
+# As many elements as it takes to keep all processors at one operation.
+_LARGE = 2**18
+
+# For each graph the names of what was traced within `unordered`.
+_unordered: weakref.WeakKeyDictionary[tf.Graph, set[str]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@contextlib.contextmanager
+def unordered() -> Iterator[None]:
+    """Leaves out what is traced within: a recomputation's forward pass."""
+    if tf.executing_eagerly():
+        yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield
+    new = graph.get_operations()[before:]
+    _unordered.setdefault(graph, set()).update(op.name for op in new)
+
+
+def is_unordered(op: tf.Operation) -> bool:
+    """Whether it was traced within `unordered`."""
+    return op.name in _unordered.get(op.graph, ())
+
+
+def hold_back(
+    gradients: list,
+    differentiated: bool = False,
+    loss: tf.Tensor | None = None,
+) -> "Order | None":
+    """Orders a backward pass that was just traced.
+
+    No operation waits for one that needs it, so that there is no cycle, and
+    none is run that the gradients do not need. Nor does one that reads no
+    gradient, such as the power in a power's: TensorFlow may merge it with an
+    operation of the forward pass, and would round otherwise if it could not.
+    A pass in which processes take part together is in order as it is.
+
+    Args:
+        gradients: Tensors, `IndexedSlices` or `None`, of one graph.
+        differentiated: Whether somebody is going to differentiate them.
+        loss: What they are the gradients of, if that is known.
+
+    Returns:
+        The order, if there is one.
+    """
+    weight_gradients = {fusion.maker(g) for g in gradients if g is not None}
+    if not weight_gradients:
+        return None
+    graph = next(iter(weight_gradients)).graph
+    ops = needed(graph, weight_gradients)
+    if not differentiated:
+        repeats.once(op for op in ops if op not in weight_gradients)
+        ops = needed(graph, weight_gradients)
+    # These run in the order of their trace, and so does what leads to them.
+    if any(op.type.startswith("Collective") for op in ops):
+        return None
+    order = Order(ops)
+    first = next(i for i, op in enumerate(ops) if op in weight_gradients)
+    start = fusion.known_before(ops[first])
+    # What to wait for: of the last two stages that made a weight gradient,
+    # and of the last two parts of the rest.
+    made, others = [start, start], [[], []]
+    # The forward pass is no stage, but what came with the first one is.
+    at_first = _ancestors([ops[first]])
+    rest = [op for op in ops[:first] if op not in at_first]
+    forward = set() if loss is None else _ancestors([loss.op])
+    late = _descendants(at_first - forward, ops)
+    for stage in [rest, *_stages(ops[first + 1 :], weight_gradients)]:
+        order.begin(stage)
+        held = [
+            op
+            for op in stage
+            if op in late
+            and not is_unordered(op)
+            and _takes_memory(op)
+            and not fusion.is_of_bias(op)
+            and not (op in weight_gradients and fusion.is_joined_later(op))
+        ]
+        if not held:
+            continue
+        if weight_gradients.isdisjoint(stage):
+            # Only the first part is begun beside the last weight gradient.
+            beside = made[0]
+            for part in _parts(held, order):
+                others = [others[1], order.append(part, beside + others[1])]
+                beside = made[1]
+        else:
+            made = [made[1], order.append(held, made[1] + others[0])]
+    return order
+
+
+def needed(graph: tf.Graph, ops: Iterable[tf.Operation]) -> list[tf.Operation]:
+    """The operations, and all that they need, in an order to run them in.
+
+    It is that of the trace, but for what was put in later: that comes right
+    before who reads it.
+
+    Args:
+        graph: Whose operations they are.
+        ops: The operations.
+    """
+    found = _ancestors(ops)
+    return _sorted([op for op in graph.get_operations() if op in found])
+
+
+def chain(ops: Iterable[tf.Operation]) -> None:
+    """Has operations run one after another, in an order they can run in."""
+    for before, op in itertools.pairwise(ops):
+        _wait(op, [before])
+
+
+class Order:
+    """The stages of a backward pass, in the order in which they run.
+
+    Args:
+        ops: All operations of the pass, and those before it.
+    """
+
+    def __init__(self, ops: list[tf.Operation]):
+        # Of each operation the last stage that it waits for, or is in.
+        self._stages = dict.fromkeys(ops, 0)
+        # By stage, those of its operations that may be made to wait.
+        self._waiting: list[list[tf.Operation]] = [[]]
+
+    def begin(self, stage: list[tf.Operation]) -> None:
+        """Begins a stage."""
+        self._stages.update(dict.fromkeys(stage, len(self._waiting)))
+        self._waiting.append([])
+
+    def append(
+        self, part: list[tf.Operation], before: list[tf.Operation]
+    ) -> list[tf.Operation]:
+        """Makes a part of the last stage wait for operations.
+
+        Returns:
+            What to wait for then.
+        """
+        members, last = set(part), dict.fromkeys(part)
+        for op in part:
+            sources = [tensor.op for tensor in op.inputs]
+            if members.isdisjoint(sources) and not self.is_joined(op):
+                self._waiting[-1].append(op)
+                _wait(op, before)
+            for source in sources:
+                last.pop(source, None)
+        ends = [op for op in last if not self._is_joined_with_reader(op)]
+        return ends or before
+
+    def finish(self, ops: list[tf.Operation]) -> None:
+        """Makes the pass wait for operations that use up what it made.
+
+        It goes on beside them for one stage at the most.
+
+        Args:
+            ops: What was traced after it: they wait for nothing that is not
+                there. Those without results are waited for.
+        """
+        ends = [op for op in ops if not op.outputs]
+        before = [source for op in ops for source in _sources(op)]
+        # Whoever reads a variable does so before it is assigned.
+        for op in ends:
+            for tensor in op.inputs:
+                if tensor.dtype == tf.resource:
+                    before += tensor.consumers()
+        # Not one that waits for these already.
+        for op in _sorted(before, self._stages):
+            known = [self._stages[source] for source in _sources(op)]
+            self._stages[op] = max(known, default=0)
+        last = max((self._stages[op] for op in before), default=0)
+        self._stages.update(dict.fromkeys(ends, last))
+        for op in next(filter(None, self._waiting[last + 2 :]), []):
+            _wait(op, ends)
+
+    def is_joined(self, op: tf.Operation) -> bool:
+        """Whether TensorFlow joins it with others unless it has to wait."""
+        if fusion.is_of_convolution(op) or self._is_joined_with_reader(op):
+            return True
+        return any(
+            len(self._readers(tensor)) == 1 and fusion.are_joined(tensor.op, op)
+            for tensor in op.inputs
+        )
+
+    def _is_joined_with_reader(self, op: tf.Operation) -> bool:
+        """Whether TensorFlow joins it with what reads it unless others wait."""
+        readers = [reader for t in op.outputs for reader in self._readers(t)]
+        return len(readers) == 1 and fusion.are_joined(op, readers[0])
+
+    def _readers(self, tensor: tf.Tensor) -> list[tf.Operation]:
+        """What reads a tensor, without what nobody needs: a tape gives a
+        constant a gradient, too."""
+        return [op for op in tensor.consumers() if op in self._stages]
+
+
+def _wait(op: tf.Operation, before: list[tf.Operation]) -> None:
+    for each in before:
+        # Private in TensorFlow: dependencies are public only for operations
+        # to come, and a user's own tape makes these.
+        # tests/test_ordering.py fails if it moves.
+        op._add_control_input(each)
+
+
+def _stages(
+    ops: list[tf.Operation], weight_gradients: set[tf.Operation]
+) -> Iterator[list[tf.Operation]]:
+    """Splits operations after each weight gradient, and before each
+    recomputation: before what waits for something."""
+    group: list[tf.Operation] = []
+    for op in ops:
+        if op.control_inputs and group and not group[-1].control_inputs:
+            yield group
+            group = []
+        group.append(op)
+        if op in weight_gradients:
+            wanted = _ancestors([op], set(group))
+            # Not those that can wait: the gradient frees what it reads.
+            yield [other for other in group if other in wanted]
+            yield [other for other in group if other not in wanted]
+            group = []
+    yield group
+
+
+def _parts(
+    stage: list[tf.Operation], order: Order
+) -> Iterator[list[tf.Operation]]:
+    """Splits operations where a large array is begun: where none of the others
+    is needed for it, or stays, as more than one operation reads it.
+
+    A tape goes back through two branches of a model by turns, and both would
+    hold their arrays at the same time.
+    """
+    part: list[tf.Operation] = []
+    for op in stage:
+        used = [tensor for tensor in op.inputs if tensor.op in part]
+        begins = all(len(tensor.consumers()) > 1 for tensor in used)
+        if part and begins and _is_large(op) and not order.is_joined(op):
+            yield part
+            part = []
+        part.append(op)
+    yield part
+
+
+def _sorted(
+    ops: list[tf.Operation], known: Container[tf.Operation] = ()
+) -> list[tf.Operation]:
+    """Operations that are not known, with what each needs before it.
+
+    The gradient of a loop replaces the loop by another one, which is younger
+    than what reads its results.
+    """
+    found: dict[tf.Operation, None] = {}
+    for op in ops:
+        waiting = [op] if op not in known else []
+        while waiting:
+            missing = [
+                source
+                for source in _sources(waiting[-1])
+                if source not in found and source not in known
+            ]
+            waiting += missing
+            if not missing:
+                found[waiting.pop()] = None
+    return list(found)
+
+
+def _sources(op: tf.Operation) -> list[tf.Operation]:
+    return [tensor.op for tensor in op.inputs] + op.control_inputs
+
+
+def _ancestors(
+    ops: Iterable[tf.Operation], within: set[tf.Operation] | None = None
+) -> set[tf.Operation]:
+    """The operations, and all that they need."""
+    found: set[tf.Operation] = set()
+    waiting = list(ops)
+    while waiting:
+        op = waiting.pop()
+        if op not in found and (within is None or op in within):
+            found.add(op)
+            waiting += _sources(op)
+    return found
+
+
+def _descendants(
+    ops: set[tf.Operation], within: list[tf.Operation]
+) -> set[tf.Operation]:
+    """The operations, and those of some others, in an order in which they can
+    run, that read what any of them makes."""
+    found = set(ops)
+    for op in within:
+        if any(tensor.op in found for tensor in op.inputs):
+            found.add(op)
+    return found
+
+
+def _is_large(op: tf.Operation) -> bool:
+    """Whether it may make an array of a batch's size."""
+    shapes = [tensor.shape for tensor in op.outputs]
+    return any(
+        not shape.is_fully_defined() or shape.num_elements() >= _LARGE
+        for shape in shapes
+    )
+
+
+def _takes_memory(op: tf.Operation) -> bool:
+    """Whether it is no constant, and computes more than shapes."""
+    return bool(op.inputs) and not all(t.dtype.is_integer for t in op.outputs)

@@ -1,0 +1,1 @@
+"""One batch makes one gradient, and one update of the weights."""

@@ -1,0 +1,299 @@
+"""Adds up the gradients of batches and replicas, and applies their mean once.
+
+A group is `steps` batches on every replica of a strategy. Its gradient is the
+mean over all of its rows (over what each loss is divided by, in general), as
+if it were one batch on one device: denominators are added up like gradients,
+then the mean is clipped, checked and applied, once for all replicas.
+"""
+
+import contextlib
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem.graph import releasing
+from kmem.step import patching
+from kmem.step import updates
+from kmem.step.loss_terms import SUM
+from kmem.step.microbatch import BatchGradient
+from kmem.step.parts import zeros
+from kmem.step.processes import Alone
+
+_UNKNOWN: Any = tf.TensorShape(None)  # type: ignore[arg-type]
+
+
+def build_optimizer(optimizer, variables: list) -> None:
+    """Makes an optimizer's variables, as its first update would."""
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+
+
+class Updater:
+    """Makes one update of every group of batches.
+
+    Args:
+        optimizer: The optimizer that applies the gradients.
+        steps: The number of batches in a group.
+        strategy: The model's `tf.distribute` strategy.
+        processes: Those that compute a batch together.
+        early: Whether to update a variable as soon as its gradient is there,
+            which is freed then, and not after all gradients.
+    """
+
+    def __init__(
+        self,
+        optimizer,
+        steps: int,
+        strategy,
+        processes: Alone | None = None,
+        early: bool = False,
+    ):
+        self._optimizer = optimizer
+        self._steps = steps
+        self._strategy = strategy
+        self._processes = processes or Alone()
+        self._early = early
+        self._pending: Any = None  # `_Pending`, from the first batch on.
+        self._flush = releasing.function(
+            lambda: strategy.run(self._apply_if_pending, args=(1,))
+        )
+
+    def add(self, batch: BatchGradient) -> None:
+        """Takes one batch, and applies the group that it completes.
+
+        Called by every replica, in its context.
+        """
+        if not batch.gradients:
+            return
+        if self._steps == 1:
+            self._apply_batch(batch)
+            return
+        if self._pending is None:
+            tf.distribute.get_replica_context().merge_call(
+                lambda strategy: self._make_pending(strategy, batch)
+            )
+        pending: Any = self._pending
+        pending.add(batch)
+        self._apply_if_pending(self._steps)
+
+    def start(self) -> None:
+        """Begins with an empty group."""
+        if self._pending is not None:
+            self._pending.reset()
+
+    def flush(self) -> None:
+        """Applies the batches of a group that was not completed, if any."""
+        if self._pending is not None:
+            self._flush()
+
+    def stop(self) -> None:
+        """Drops what is pending, and gives its memory back."""
+        if self._pending is not None:
+            self._pending.free()
+
+    def _make_pending(self, strategy, batch: BatchGradient) -> None:
+        with tf.init_scope(), strategy.scope():
+            # Now, since the update is in a branch of its own.
+            build_optimizer(self._optimizer, batch.variables)
+            self._pending = _Pending(batch, self._processes)
+
+    def _apply_batch(self, batch: BatchGradient) -> None:
+        if self._strategy.num_replicas_in_sync == 1:
+            (gradients,) = batch.gradients.values()
+            variables, first, order = batch.variables, gradients, None
+            if self._early:
+                order = batch.order
+                # Before it sees them in another order.
+                build_optimizer(self._optimizer, variables)
+                # The last layer's first, as a backward pass makes them.
+                gradients, variables = gradients[::-1], variables[::-1]
+                first = [g for g in gradients if g is not None][:1]
+            # Keras reduces all gradients at once: each would wait for the last.
+            with (
+                without_reduction(self._optimizer),
+                updates.in_turn(self._optimizer, first, order),
+            ):
+                self._optimizer.apply(gradients, variables)
+            return
+        sums = {g: _times_denominator(batch, g) for g in batch.gradients}
+        self._apply_mean(sums, batch.denominators, batch.variables)
+
+    def _apply_if_pending(self, minimum: int) -> None:
+        pending = self._pending
+
+        def apply():
+            sums, denominators = pending.read()
+            self._apply_mean(sums, denominators, pending.variables)
+            pending.reset()
+
+        def apply_everywhere(strategy):
+            strategy.extended.call_for_each_replica(apply)
+            return True
+
+        # A branch that updates mirrored variables is entered by all replicas
+        # together, from the context across them.
+        tf.distribute.get_replica_context().merge_call(
+            lambda strategy: tf.cond(
+                pending.num_batches.read_value() >= minimum,
+                lambda: apply_everywhere(strategy),
+                lambda: False,
+            )
+        )
+
+    def _apply_mean(self, sums, denominators, variables) -> None:
+        replica = tf.distribute.get_replica_context()
+        num_replicas = self._strategy.num_replicas_in_sync
+        groups = list(sums)
+        totals = tf.stack([denominators[group] for group in groups])
+        if num_replicas > 1:
+            totals = replica.all_reduce(tf.distribute.ReduceOp.SUM, totals)
+        # Keras divides every mean by the number of replicas already.
+        replicas = tf.constant(num_replicas, tf.float64)
+        factors = [
+            tf.ones([], tf.float64)
+            if group == SUM
+            else tf.math.divide_no_nan(replicas, total)
+            for group, total in zip(groups, tf.unstack(totals), strict=True)
+        ]
+        mean = [
+            _weighted_sum(gradients, factors)
+            for gradients in zip(*sums.values(), strict=True)
+        ]
+        mean = self._processes.add_up_group(mean, variables)
+        with contextlib.ExitStack() as stack:
+            if num_replicas > 1:
+                present = [g for g in mean if g is not None]
+                reduced = iter(
+                    replica.all_reduce(tf.distribute.ReduceOp.SUM, present)
+                )
+                mean = [None if g is None else next(reduced) for g in mean]
+                stack.enter_context(without_reduction(self._optimizer))
+            self._optimizer.apply(mean, variables)
+
+
+class _Pending:
+    """The sums of a group's batches so far, on every replica.
+
+    Their variables have no fixed shape, so that they can be emptied while the
+    functions that use them stay traced.
+
+    Args:
+        batch: Any batch; it is not added.
+        processes: Those that compute a batch together.
+
+    Attributes:
+        num_batches: The number of batches that were added, a variable.
+        variables: The variables that the gradients belong to.
+    """
+
+    def __init__(self, batch: BatchGradient, processes: Alone):
+        self.variables = batch.variables
+        self.num_batches = tf.Variable(
+            tf.zeros([], tf.int32),
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+        self._shapes = [
+            tuple(processes.summed_shape(v)) for v in batch.variables
+        ]
+        self._sums = {
+            group: [
+                None if g is None else _accumulator(shape, g.dtype)
+                for g, shape in zip(gradients, self._shapes, strict=True)
+            ]
+            for group, gradients in batch.gradients.items()
+        }
+        self._denominators = {
+            group: _accumulator([], tf.float64) for group in batch.gradients
+        }
+
+    def add(self, batch: BatchGradient) -> None:
+        for group, totals in self._sums.items():
+            gradients = _times_denominator(batch, group)
+            for total, gradient in zip(totals, gradients, strict=True):
+                if total is not None:
+                    total.assign_add(gradient)
+            self._denominators[group].assign_add(batch.denominators[group])
+        self.num_batches.assign_add(1)
+
+    def read(self) -> tuple[dict, dict]:
+        """This replica's sums and denominators, by group."""
+        sums = {
+            group: [
+                None if v is None else tf.ensure_shape(v.read_value(), shape)
+                for v, shape in zip(totals, self._shapes, strict=True)
+            ]
+            for group, totals in self._sums.items()
+        }
+        denominators = {
+            group: tf.ensure_shape(variable.read_value(), [])
+            for group, variable in self._denominators.items()
+        }
+        return sums, denominators
+
+    def reset(self) -> None:
+        """Begins a group."""
+        for variable, shape in self._accumulators():
+            variable.assign(zeros(shape, variable.dtype))
+        for variable in self._denominators.values():
+            variable.assign(tf.zeros([], variable.dtype))
+        self.num_batches.assign(0)
+
+    def free(self) -> None:
+        """Empties the sums; `reset` allocates them again."""
+        for variable, _ in self._accumulators():
+            variable.assign(tf.zeros([0], variable.dtype))
+
+    def _accumulators(self):
+        for totals in self._sums.values():
+            for variable, shape in zip(totals, self._shapes, strict=True):
+                if variable is not None:
+                    yield variable, shape
+
+
+def _accumulator(shape, dtype) -> tf.Variable:
+    return tf.Variable(
+        tf.zeros(shape, dtype),
+        shape=_UNKNOWN,
+        trainable=False,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
+    )
+
+
+def _times_denominator(batch: BatchGradient, group: str) -> list:
+    """The gradient as a sum over what it is the mean of."""
+    denominator = batch.denominators[group]
+    gradients = batch.gradients[group]
+    return [
+        g
+        if g is None or group == SUM
+        else tf.convert_to_tensor(g) * tf.cast(denominator, g.dtype)
+        for g in gradients
+    ]
+
+
+def _weighted_sum(gradients, factors):
+    """Adds up a variable's gradients, one a group; `None` if all are."""
+    addends = [
+        gradient * tf.cast(factor, gradient.dtype)
+        for gradient, factor in zip(gradients, factors, strict=True)
+        if gradient is not None
+    ]
+    return tf.add_n(addends) if addends else None
+
+
+@contextlib.contextmanager
+def without_reduction(optimizer):
+    """Lets the optimizer take its gradients as summed over replicas already.
+
+    Private in Keras: it reduces after it clips, so that every replica clips
+    its own share. tests/test_mirrored.py and test_updates.py fail if the name
+    moves.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    with patching.method(inner, "_all_reduce_sum_gradients", lambda _: list):
+        yield

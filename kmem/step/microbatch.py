@@ -1,0 +1,400 @@
+"""The gradient of a batch, computed part by part.
+
+The gradient of a mean over rows is the mean of the parts' gradients, weighted
+by their rows; losses with another denominator are scaled first (loss_terms).
+What layers keep changes once a batch (layer_state). What this module does not
+do: batch normalization sees one part at a time, and dropout draws anew for
+every part.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem.graph import backward
+from kmem.graph import loops
+from kmem.graph import releasing
+from kmem.graph.ordering import Order
+from kmem.step import capture
+from kmem.step import layer_state
+from kmem.step.layer_state import LayerState
+from kmem.step.loss_terms import ROWS
+from kmem.step.loss_terms import SUM
+from kmem.step.loss_terms import Loss
+from kmem.step.loss_terms import LossTerms
+from kmem.step.loss_terms import recording
+from kmem.step.parts import Parts
+from kmem.step.processes import Alone
+from kmem.step.processes import Slice
+
+
+@dataclasses.dataclass
+class BatchGradient:
+    """The gradient of one batch's loss.
+
+    Attributes:
+        gradients: `{group: list}`, the loss terms of each group apart; a list
+            holds tensors, or `None` where there is no gradient. Empty if the
+            step made no update.
+        denominators: `{group: float64 scalar}`, what each was divided by.
+        variables: The variables they belong to.
+        logs: What the step returned, of the whole batch.
+        order: That of the backward pass, if it was put in one.
+    """
+
+    gradients: dict[str, list]
+    denominators: dict[str, tf.Tensor]
+    variables: list
+    logs: Any
+    order: Order | None = None
+
+
+class GradientStep:
+    """Computes a batch's gradient with the model's own `train_step`.
+
+    Args:
+        model: A compiled `keras.Model`.
+        train_step: The step to run on every part.
+        optimizer: What the step sees as `model.optimizer`.
+        num_parts: The number of parts.
+        by_group: Whether to tell apart the gradients of loss terms with
+            different denominators. Whoever adds up batches needs it.
+        ordered: Whether to keep the backward pass from running ahead, which
+            is done anyway if there are several parts.
+        processes: Those that compute a batch together.
+    """
+
+    def __init__(
+        self,
+        model,
+        train_step,
+        optimizer,
+        num_parts: int,
+        by_group: bool,
+        ordered: bool,
+        processes: Alone | None = None,
+    ):
+        self._model = model
+        self._train_step = train_step
+        self._optimizer = optimizer
+        self._num_parts = num_parts
+        self._by_group = by_group
+        self._ordered = ordered or num_parts > 1
+        self._processes = processes or Alone()
+        self._splits = num_parts > 1 or self._processes.split_batches
+        # A `Loss`, once it was looked at: the same in all replicas.
+        self._loss: Any = None
+        self._state: LayerState | None = None  # Likewise.
+
+    @property
+    def layers_that_see_parts(self) -> list[keras.layers.Layer]:
+        """Those whose state depends on the examples of each part of a batch,
+        if it comes in parts, once the step was traced or run."""
+        layers = self._state.layers_that_see_parts if self._state else []
+        if self._num_parts > 1:
+            return layers
+        if self._processes.num_processes == 1:
+            return []
+        # These see what all processes have.
+        return [x for x in layers if not getattr(x, "synchronized", False)]
+
+    def warn_of_parts(self) -> None:
+        """Says which layers see one part of a batch at a time, if any do."""
+        layer_state.warn_of_parts(
+            self.layers_that_see_parts,
+            self._num_parts,
+            self._processes.num_processes,
+        )
+
+    def __call__(self, data) -> BatchGradient:
+        batch = self._processes.slice(data)
+        parts = Parts(batch.data, self._num_parts, batch.fewest_rows)
+        totals, base, apart = {}, ROWS, []
+        if self._splits or self._by_group:
+            totals = self._count_denominators(parts, batch)
+        if self._by_group and self._loss is not None:
+            base, apart = self._loss.split()
+        with self._processes.sharing_state(self._model, batch):
+            sums, part = self._sum_tensors(parts, batch.rows, totals, apart)
+        sums = self._processes.add_up(sums, part.variables_of_tensors, batch)
+        gradients, logs = part.unpack(sums)
+        if part.sums_rows:
+            base = SUM
+        totals[ROWS] = tf.cast(batch.rows, tf.float64)
+        totals[SUM] = tf.ones([], tf.float64)
+        by_group = _by_group(gradients, base, apart)
+        return BatchGradient(
+            gradients=by_group,
+            denominators={group: totals[group] for group in by_group},
+            variables=part.variables,
+            logs=logs,
+            # Several are computed in a loop, which is a graph of its own.
+            order=part.order if self._num_parts == 1 else None,
+        )
+
+    def _sum_tensors(
+        self, parts: Parts, batch_rows, totals, apart
+    ) -> tuple[list[tf.Tensor], "_Part"]:
+        """Runs the step on every part.
+
+        Returns:
+            Its tensors, added up, and the part that was run, or traced, last.
+        """
+        last: Any = None
+        state = self._state if self._num_parts > 1 else None
+        before = state.values() if state else []
+
+        def run(data, rows, batch_rows, totals, before):
+            nonlocal last
+            last = self._run(data, rows, batch_rows, totals, apart)
+            if not state:
+                return last.tensors()
+            changes = state.take_changes(before, rows / batch_rows)
+            return changes + last.tensors()
+
+        sums = parts.sum_traced(run, batch_rows, totals, before)
+        if state:
+            state.change(before, sums[: len(before)])
+        return sums[len(before) :], last
+
+    def _run(self, data, rows, batch_rows, totals, apart) -> "_Part":
+        """Runs the step on one part, without its update."""
+        share = tf.cast(rows, tf.float64) / tf.cast(batch_rows, tf.float64)
+        split = self._splits
+        layers = capture.all_layers(self._model)
+        updates = []
+        # Before the step proper, so that they draw the same random numbers.
+        for group in apart:
+            terms = LossTerms(share if split else None, totals, dropped=group)
+            with (
+                capture.DiscardedState(),
+                recording(terms, layers),
+                capture.capturing(self._model, self._optimizer) as update,
+                self._processes.weighing(share, update),
+            ):
+                self._train_step(data)
+            updates.append(update)
+        terms = LossTerms(share if split else None, totals)
+        with (
+            recording(terms, layers),
+            capture.metrics_of_part(self._model, share) as results,
+            capture.capturing(self._model, self._optimizer) as update,
+            self._processes.weighing(share, update),
+        ):
+            logs = loops.one_by_one(self._train_step, data)
+        order = None
+        if self._ordered:
+            order = backward.hold_back(update.gradients or [], loss=update.loss)
+        updates = [update, *updates]
+        processes = self._processes
+        return _Part(updates, logs, results, share, split, processes, order)
+
+    def _count_denominators(
+        self, parts: Parts, batch: Slice
+    ) -> dict[str, tf.Tensor]:
+        """What the batch's counted losses are divided by.
+
+        It takes a forward pass that changes nothing. In a graph only what
+        leads to the denominators is run of it (a mask, a sum of weights), and
+        in eager mode it is left out once it is known to count nothing.
+        """
+        self._build(parts)
+        count = self._count
+        if not tf.executing_eagerly():
+            count = releasing.function(count).get_concrete_function(parts.spec)
+        if self._loss is not None and not self._loss.counted:
+            return {}
+        totals = parts.sum(lambda data, rows: count(data))
+        totals = self._processes.add_up(totals, [None] * len(totals), batch)
+        loss: Any = self._loss
+        return dict(zip(loss.counted, totals, strict=True))
+
+    def _build(self, parts: Parts) -> None:
+        """Creates the variables of a model that was never called, and those
+        of metrics, which processes read before a step.
+
+        Tracing is enough, and runs nothing. Keras does the same, but for
+        every step: a variable has to exist before a loop that reads it.
+        """
+        model = self._model
+        layers = all(layer.built for layer in capture.all_layers(model))
+        # Metrics come after the loss.
+        all_of_it = self._processes.split_batches and not all(
+            metric.variables for metric in model.metrics
+        )
+        if layers and not all_of_it:
+            return
+        trace = releasing.function(self._run_until_loss)
+        trace.get_concrete_function(parts.spec, not all_of_it)
+
+    def _run_until_loss(self, data, until_loss: bool = True) -> None:
+        model, optimizer = self._model, self._optimizer
+        try:
+            with capture.capturing(model, optimizer, until_loss):
+                self._train_step(data)
+        except capture.LossReached:
+            pass
+
+    def _count(self, data) -> list[tf.Tensor]:
+        model = self._model
+        terms = LossTerms()
+        layers = capture.all_layers(model)
+        with (
+            capture.DiscardedState() as scope,
+            recording(terms, layers),
+            self._processes.counting(),
+        ):
+            self._run_until_loss(data)
+            self._loss = Loss.of(model, self._train_step, terms)
+            self._state = LayerState(model, scope, data)
+        return [
+            tf.cast(terms.denominators[group], tf.float64)
+            for group in self._loss.counted
+        ]
+
+
+def compiled(gradient_step: GradientStep) -> Callable:
+    """The same step, its computation compiled by XLA."""
+    batch: Any = None
+
+    @functools.partial(releasing.function, jit_compile=True)
+    def tensors(data):
+        nonlocal batch
+        batch = gradient_step(data)
+        return batch.gradients, batch.denominators, batch.logs
+
+    def run(data) -> BatchGradient:
+        gradients, denominators, logs = tensors(data)
+        return BatchGradient(gradients, denominators, batch.variables, logs)
+
+    return run
+
+
+class _Part:
+    """What came of one part: tensors that add up over the parts."""
+
+    def __init__(
+        self,
+        updates,
+        logs,
+        results,
+        share,
+        split: bool,
+        processes: Alone,
+        order: Order | None,
+    ):
+        self.order = order
+        self.sums_rows = updates[0].sums_rows
+        self.variables = updates[0].variables
+        self._logs = logs
+        self._anew = _recomputed(logs, results if split else {})
+        weight = share if split else None
+        gradient_weight = None if self.sums_rows else weight
+        weighs = processes.weighs_gradient
+        shape = processes.gradient_shape
+        # Rows that occur in several addends add up, so no `IndexedSlices`.
+        dense = split or len(updates) > 1
+        self._gradients = [
+            [
+                _weighted(
+                    g, shape(v), None if weighs(v) else gradient_weight, dense
+                )
+                for g, v in zip(update.gradients, update.variables, strict=True)
+            ]
+            for update in updates
+            if update.gradients is not None
+        ]
+        self._raw_logs = [
+            _weighted_log(leaf, weight)
+            for leaf, anew in zip(
+                keras.tree.flatten(logs), self._anew, strict=True
+            )
+            if anew is None
+        ]
+
+    def tensors(self) -> list[tf.Tensor]:
+        flat = [g for gradients in self._gradients for g in gradients]
+        return [g for g in flat if g is not None] + self._raw_logs
+
+    @property
+    def variables_of_tensors(self) -> list:
+        """For each of the tensors the variable that it is a gradient of."""
+        found = [
+            variable
+            for gradients in self._gradients
+            for g, variable in zip(gradients, self.variables, strict=True)
+            if g is not None
+        ]
+        return found + [None] * len(self._raw_logs)
+
+    def unpack(self, sums: list[tf.Tensor]) -> tuple[list[list], Any]:
+        """Makes gradients and logs of the sums over all parts."""
+        rest = iter(sums)
+        gradients = [
+            [None if g is None else next(rest) for g in gradients]
+            for gradients in self._gradients
+        ]
+
+        leaves = [
+            next(rest) if compute is None else compute()
+            for compute in self._anew
+        ]
+        return gradients, keras.tree.pack_sequence_as(self._logs, leaves)
+
+
+def _recomputed(logs, results) -> list:
+    """For each leaf of the logs, how to compute it from its metric's state;
+    `None` if it is no metric's result."""
+    leaves = keras.tree.flatten(logs)
+    named = isinstance(logs, dict) and len(logs) == len(leaves)
+    names = sorted(logs) if named else [None] * len(leaves)
+    recomputed = []
+    for leaf, name in zip(leaves, names, strict=True):
+        result = results.get(id(leaf))
+        if result is None and not tf.is_tensor(leaf):
+            # Keras 3.12 makes NumPy arrays of results in eager mode.
+            result = results.get(name)
+        recomputed.append(None if result is None else result[1])
+    return recomputed
+
+
+def _weighted(gradient, shape, weight, dense: bool):
+    if gradient is None or not dense:
+        return gradient
+    gradient = tf.convert_to_tensor(gradient)
+    gradient = tf.ensure_shape(gradient, shape)
+    if weight is None:
+        return gradient
+    return gradient * tf.cast(weight, gradient.dtype)
+
+
+def _weighted_log(leaf, weight):
+    """A mean is averaged over the parts, a number of things added up."""
+    leaf = tf.convert_to_tensor(leaf)
+    if weight is None or not leaf.dtype.is_floating:
+        return leaf
+    return leaf * tf.cast(weight, leaf.dtype)
+
+
+def _by_group(gradients: list[list], base: str, apart: list[str]):
+    if not gradients:
+        return {}
+    whole, *without = gradients
+    by_group = {
+        group: _minus(whole, rest)
+        for group, rest in zip(apart, without, strict=True)
+    }
+    for gradient in by_group.values():
+        whole = _minus(whole, gradient)
+    return {base: whole, **by_group}
+
+
+def _minus(minuend: list, subtrahend: list) -> list:
+    return [
+        a if a is None or b is None else tf.subtract(a, b)
+        for a, b in zip(minuend, subtrahend, strict=True)
+    ]

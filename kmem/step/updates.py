@@ -1,0 +1,141 @@
+"""When variables are updated: in turn, and early where that can be.
+
+An update needs workspace, and uses a gradient up. If each variable is updated
+as soon as its gradient is there, the gradients of all variables are never in
+memory together. What this does not do: change what an update computes, so
+that an optimizer that looks at all gradients first, to clip them by their
+common norm or to scale a loss, updates at the end of a step.
+"""
+
+import contextlib
+from collections.abc import Callable
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from kmem.graph import fusion
+from kmem.graph.ordering import Order
+from kmem.options import MemoryOptions
+from kmem.step import batches
+from kmem.step import capture
+from kmem.step import patching
+
+# How many arrays of a variable's size an update takes at most: its gradient,
+# and what Adam computes from it.
+_NUM_ARRAYS = 4
+
+
+def are_early(model: keras.Model, options: MemoryOptions) -> bool:
+    """Whether a planned step updates each variable when its gradient is there.
+
+    Args:
+        model: The model.
+        options: The options, other than `remat`.
+    """
+    optimizer = model.optimizer if model.compiled else None
+    precision = options.mixed_precision
+    return (
+        optimizer is not None
+        and _updates_one_by_one(optimizer)
+        and _are_small(model.trainable_variables)
+        and capture.has_default_step(model)
+        and not (model.run_eagerly or model.jit_compile)
+        and model.distribute_strategy.num_replicas_in_sync == 1
+        and options.microbatches is None
+        and options.gradient_accumulation_steps is None
+        and options.sharding is None
+        and not (precision is not None and precision.dtype == "float16")
+    )
+
+
+def _updates_one_by_one(optimizer) -> bool:
+    return not (
+        isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        or optimizer.global_clipnorm
+        or optimizer.gradient_accumulation_steps
+    )
+
+
+def _are_small(variables: list) -> bool:
+    """Whether no update takes more than the gradients of all variables.
+
+    When the backward pass begins, all activations are still there.
+    """
+    sizes = [batches.num_bytes(v.value) for v in variables]
+    return _NUM_ARRAYS * max(sizes, default=0) <= sum(sizes)
+
+
+def undone_if_failed(
+    function: Callable, model: keras.Model, variables: Callable[[], list]
+) -> Callable:
+    """A train function that leaves no update of a step that fails.
+
+    An early update cannot wait to see whether all of its step succeeds, nor
+    can one that runs operator by operator. So what a step changes is kept
+    outside of the device until it is done.
+
+    Args:
+        function: A train function, which takes an iterator.
+        model: The model that it trains.
+        variables: Tells what a step changes.
+    """
+    reader: capture.Reader | None = None
+
+    def train(iterator):
+        nonlocal reader
+        changed = variables()
+        if reader is None or not reader.reads(changed):
+            reader = capture.Reader(changed)
+        before = capture.State(reader, model.metrics)
+        try:
+            return function(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            # The data ended. Steps that were taken before are done.
+            raise
+        except BaseException:
+            before.restore()
+            raise
+
+    return train
+
+
+@contextlib.contextmanager
+def in_turn(
+    optimizer, gradients: list, order: Order | None = None
+) -> Iterator[None]:
+    """Within, an optimizer updates its variables one after another.
+
+    Else it would prepare all of its updates at once, and some of them, such
+    as those of momenta, before the backward pass.
+
+    Args:
+        optimizer: A `keras.optimizers.Optimizer`.
+        gradients: Tensors, `IndexedSlices` or `None`, to wait for.
+        order: That of a backward pass that waits for updates.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    before = [
+        op
+        for gradient in gradients
+        if gradient is not None
+        for op in fusion.known_before(fusion.maker(gradient))
+    ]
+
+    def waiting(update):
+        def update_step(*args, **kwargs):
+            num_before = len(graph.get_operations())
+            with tf.control_dependencies(before):
+                update(*args, **kwargs)
+            new = graph.get_operations()[num_before:]
+            before[:] = [op for op in new if not op.outputs] or before
+            if order is not None:
+                order.finish(new)
+
+        return update_step
+
+    with patching.method(optimizer, "update_step", waiting):
+        yield
