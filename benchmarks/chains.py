@@ -23,13 +23,13 @@ import subprocess
 import time
 
 from kmem.options import Genetic
+from kmem.planning import chain
+from kmem.planning import flat
+from kmem.planning import genetic
+from kmem.planning import sqrt
 from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.network import Network
 from kmem.planning.network import Stage
-from kmem.planning.solvers import chain
-from kmem.planning.solvers import flat
-from kmem.planning.solvers import genetic
-from kmem.planning.solvers import sqrt
 
 SHARES = (0.9, 0.7, 0.5, 0.3, 0.2)
 NUM_SLOTS = 8000

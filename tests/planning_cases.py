@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 
+from kmem.planning import flat
+from kmem.planning.chain import ChainSolver
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.network import Stage
 from kmem.planning.simulate import simulate
-from kmem.planning.solvers import flat
-from kmem.planning.solvers.chain import ChainSolver
 
 
 def frontier(network: Network, num_budgets: int = 30) -> list:

@@ -5,12 +5,12 @@ import random
 import planning_cases as cases
 import pytest
 
+from kmem.planning import chain
 from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.line import Line
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.network import Stage
-from kmem.planning.solvers import chain
 from kmem.planning.table import Table
 
 

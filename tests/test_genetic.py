@@ -4,9 +4,9 @@ import planning_cases as cases
 import pytest
 
 from kmem.options import Genetic
+from kmem.planning import chain
+from kmem.planning import genetic
 from kmem.planning.errors import InfeasibleBudget
-from kmem.planning.solvers import chain
-from kmem.planning.solvers import genetic
 
 
 def _peak(network, **options) -> int:

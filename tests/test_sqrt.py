@@ -3,10 +3,10 @@ import random
 import planning_cases as cases
 import pytest
 
+from kmem.planning import chain
+from kmem.planning import sqrt
 from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.network import Segment
-from kmem.planning.solvers import chain
-from kmem.planning.solvers import sqrt
 
 
 def test_equal_stages_make_equal_segments_and_the_last_is_kept():

@@ -17,8 +17,8 @@ from kmem.budget.dry_run import Rehearsal
 from kmem.planning.bounds import peak_lower_bound
 from kmem.planning.choosing import Chooser
 from kmem.planning.errors import InfeasibleBudget
+from kmem.planning.flat import Point
 from kmem.planning.plan import Plan
-from kmem.planning.solvers.flat import Point
 from kmem.step import batches
 
 # How often a plan is corrected, and from what on that is worth it.

@@ -5,13 +5,13 @@ import functools
 import math
 
 from kmem.options import Genetic
+from kmem.planning import flat
+from kmem.planning import genetic
+from kmem.planning import sqrt
 from kmem.planning.bounds import seconds_lower_bound
+from kmem.planning.chain import ChainSolver
+from kmem.planning.flat import Point
 from kmem.planning.network import Network
-from kmem.planning.solvers import flat
-from kmem.planning.solvers import genetic
-from kmem.planning.solvers import sqrt
-from kmem.planning.solvers.chain import ChainSolver
-from kmem.planning.solvers.flat import Point
 
 MAX_SLOWDOWN = 1.3  # What "auto" accepts.
 

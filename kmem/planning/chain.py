@@ -13,12 +13,12 @@ import bisect
 
 import numpy as np
 
+from kmem.planning import flat
 from kmem.planning.bounds import peak_lower_bound
 from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.line import Line
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
-from kmem.planning.solvers import flat
 from kmem.planning.table import Table
 
 # Enough for an exact division of small sizes, and for good plans of long

@@ -1,1 +1,0 @@
-"""One algorithm a module; each gives a schedule or segments."""
