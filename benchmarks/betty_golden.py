@@ -1,4 +1,4 @@
-"""Has Betty compute what tests/test_multilevel_betty.py compares kmem with.
+"""Has Betty compute what tests/multilevel compares kmem with.
 
     python benchmarks/betty_golden.py
 
@@ -24,7 +24,7 @@ OUTPUT = (
     pathlib.Path(__file__)
     .resolve()
     .parents[1]
-    .joinpath("tests", "golden", "betty_reweighting.npz")
+    .joinpath("tests", "multilevel", "golden", "betty_reweighting.npz")
 )
 # By the names that they have in kmem.
 METHODS = {

@@ -7,7 +7,7 @@ end, where its error is raised, and runs nothing more.
 
 What it does not do: change a pass that does not fail, or one that runs outside
 of `freed_on_failure`. The functions that are replaced are private in
-TensorFlow; tests/test_dtr_device.py fails if they move.
+TensorFlow; test_dtr_device.py fails if they move.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 # Private in TensorFlow: how an operation comes to have a gradient of one's
 # own, without the copies that `tf.custom_gradient` makes.
-# tests/test_dtr_blocks.py fails if it moves.
+# test_dtr_blocks.py fails if it moves.
 from tensorflow.python.eager import record
 
 from kmem.graph import ordering

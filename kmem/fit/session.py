@@ -357,7 +357,7 @@ def compiled_state(model) -> tuple:
     """What a traced step depends on, compared by identity.
 
     `compile` makes a new `_loss_tracker`, which is private in Keras;
-    tests/test_trainer.py fails if that changes.
+    test_model.py fails if that changes.
     """
     return (
         model.optimizer,

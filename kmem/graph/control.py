@@ -11,7 +11,7 @@ it is. In eager mode nothing runs early.
 import tensorflow as tf
 
 # Private in TensorFlow: whether a function is traced to be compiled by XLA.
-# tests/test_remat.py fails if it moves.
+# test_remat.py fails if it moves.
 from tensorflow.python.ops import control_flow_util
 
 from kmem.graph import fusion

@@ -41,7 +41,7 @@ def lasting(made: tf.Tensor) -> tf.Tensor:
     """A result that the graph optimizer neither takes out nor joins then."""
     if not tf.executing_eagerly():
         # Private in TensorFlow. If the attribute's name changes, rounding
-        # does, which tests/test_applying.py and test_broadcasts.py see.
+        # does, which test_applying.py and test_repeats.py see.
         kept = tf.compat.v1.AttrValue(b=True)
         made.op._set_attr("_grappler_do_not_remove", kept)
     return made

@@ -24,6 +24,6 @@ def one_by_one(function: Callable, *arguments) -> Any:
     for op in tf.compat.v1.get_default_graph().get_operations():
         if op.type in _LOOPS:
             # Private in TensorFlow, which sets gradients' attributes so.
-            # tests/test_loops.py fails if it moves.
+            # test_loops.py fails if it moves.
             op._set_attr("parallel_iterations", one)
     return result

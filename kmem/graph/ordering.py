@@ -225,7 +225,7 @@ def _wait(op: tf.Operation, before: list[tf.Operation]) -> None:
     for each in before:
         # Private in TensorFlow: dependencies are public only for operations
         # to come, and a user's own tape makes these.
-        # tests/test_ordering.py fails if it moves.
+        # test_ordering.py fails if it moves.
         op._add_control_input(each)
 
 

@@ -6,7 +6,7 @@ and its optimizer's. Keras's optimizers put one into each training step, so a
 model that was trained never gives its memory back by itself.
 
 Private in TensorFlow, and used nowhere else: the functions by name, and a
-graph's branches and loops. tests/test_releasing.py fails if they move.
+graph's branches and loops. test_releasing.py fails if they move.
 """
 
 import functools

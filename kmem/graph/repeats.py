@@ -96,7 +96,7 @@ class _Renewal:
             for index, read in enumerate(reader.inputs):
                 if read is old:
                     # Private in TensorFlow, as is what follows: a user's own
-                    # tape makes these. tests/test_broadcasts.py fails if they
+                    # tape makes these. test_repeats.py fails if they
                     # move.
                     reader._update_input(index, new)
 

@@ -117,5 +117,5 @@ def hold_back(gradients: list) -> None:
                 for index, read in enumerate(op.inputs):
                     if read is key.deref():
                         # Private in TensorFlow: a user's own tape makes
-                        # these. tests/test_xla.py fails if it moves.
+                        # these. test_xla.py fails if it moves.
                         op._update_input(index, new)

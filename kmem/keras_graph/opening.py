@@ -127,7 +127,7 @@ def opened(model: keras.Model, visitor: Visitor) -> Iterator[None]:
 
 # The method with which a Functional model runs its operations, given what to
 # call them with. Private in Keras, as are the nodes below; used only here.
-# tests/test_opening.py fails if they move.
+# test_opening.py fails if they move.
 _RUN = "_run_through_graph"
 
 

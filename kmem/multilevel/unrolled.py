@@ -198,7 +198,7 @@ def _through_update(
 def _clipped(level: Stepping, gradients: Tensors) -> Tensors:
     """The gradients as they are applied."""
     # Private in Keras, as is `_use_weight_decay`: what `apply` does to them.
-    # tests/test_multilevel_program.py fails if they move.
+    # test_multilevel_program.py fails if they move.
     clipped = level.optimizer._clip_gradients(level.clipped(gradients))
     return list(map(tf.identity, clipped))
 

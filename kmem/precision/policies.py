@@ -144,7 +144,7 @@ def _in_32_bits(add_up, loss):
 
     Keras adds up in the dtype of the first loss, and ends in an error where
     another one differs. The method is private there;
-    tests/test_precision.py fails if it moves.
+    test_precision.py fails if it moves.
     """
     return add_up(keras.ops.cast(loss, "float32"))
 

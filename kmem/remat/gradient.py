@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 # Private in TensorFlow: whether a tape is watching any of some tensors.
-# tests/test_remat.py fails if it moves.
+# test_remat.py fails if it moves.
 from tensorflow.python.eager import record
 
 from kmem.graph import control

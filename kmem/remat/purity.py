@@ -67,7 +67,7 @@ def _inner_operations(operations) -> Iterator[tf.Operation]:
             yield op
         for name in names:
             # Private in TensorFlow: the Python side of a graph's functions.
-            # tests/test_remat.py fails if it moves.
+            # test_remat.py fails if it moves.
             function = op.graph._get_function(name)
             if function is None:
                 # Such as one that was loaded: its operations are not known.

@@ -57,7 +57,7 @@ def keep(first: Run, second: Run, gradient: list[tf.Operation]) -> None:
             output = kept.get(_source(tensor).ref())
             if output is not None:
                 # Private in TensorFlow, which has no public way to say what a
-                # gradient reads. tests/test_sharding_units.py fails if it
+                # gradient reads. test_sharding_units.py fails if it
                 # moves.
                 op._update_input(index, output)
 

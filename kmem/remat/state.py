@@ -21,15 +21,15 @@ import keras
 import tensorflow as tf
 
 # Private in Keras, and used nowhere else: what is around a layer's call.
-# tests/test_remat.py fails if it moves.
+# test_remat.py fails if it moves.
 from keras.src.backend.common import global_state
 
 # Private in TensorFlow: whether tapes record what a thread does.
-# tests/test_remat.py fails if it moves.
+# test_remat.py fails if it moves.
 from tensorflow.python import pywrap_tfe
 
 # Private in TensorFlow: how a variable tells that it is read.
-# tests/test_remat.py fails if it moves.
+# test_remat.py fails if it moves.
 from tensorflow.python.eager.tape import variable_accessed
 
 from kmem.remat.structure import is_differentiable
@@ -55,7 +55,7 @@ class _Scope(keras.StatelessScope):
     def add_loss(self, loss):
         super().add_loss(loss)
         # `Layer.add_loss` calls this, and tells the layer nowhere else.
-        # tests/test_remat.py fails if that changes.
+        # test_remat.py fails if that changes.
         self._layer_of[id(loss)] = sys._getframe(1).f_locals["self"]
 
     def take_losses(self) -> tuple[list[keras.layers.Layer], list[tf.Tensor]]:

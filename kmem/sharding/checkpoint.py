@@ -281,7 +281,7 @@ def _slots(optimizer, weights: list) -> list[keras.Variable]:
                     "zeros", tuple(weight.shape), weight.dtype, name=weight.name
                 )
             )
-            # Private in Keras; tests/test_checkpoint.py fails if it moves.
+            # Private in Keras; test_checkpoint.py fails if it moves.
             alike[-1]._path = weight.path
         like = type(optimizer).from_config(config)
         build_optimizer(like, alike)

@@ -29,7 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 # Private in TensorFlow, and used nowhere else: it has no public operations
-# for shards, and no public switch for heartbeats. tests/test_sharding_engine.py
+# for shards, and no public switch for heartbeats. test_sharding_engine.py
 # fails if they move.
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_collective_ops

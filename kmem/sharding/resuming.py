@@ -87,7 +87,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         position = checkpoint.load(model, self._folder)
         self._skipped = position.get("batch", 0)
         # Where `fit` begins; private in Keras, whose own `BackupAndRestore`
-        # sets it. tests/test_resuming.py fails if it moves.
+        # sets it. test_resuming.py fails if it moves.
         model._initial_epoch = position.get("epoch", 0)
 
     def on_epoch_begin(self, epoch, logs=None):

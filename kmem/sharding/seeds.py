@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-# Private in TensorFlow: whether a seed was set. tests/test_sharding_engine.py
+# Private in TensorFlow: whether a seed was set. test_sharding_engine.py
 # fails if it moves.
 from tensorflow.python.eager import context
 

@@ -270,7 +270,7 @@ def _weights(model) -> list:
     """The weights of layers, frozen ones too.
 
     `_trainable_variables` is private in Keras: the weights of a layer itself,
-    whether it is frozen or not. tests/test_sharding.py fails if it moves.
+    whether it is frozen or not. test_sharding.py fails if it moves.
     """
     found = {
         id(variable): variable

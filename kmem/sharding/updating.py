@@ -23,7 +23,7 @@ def of_all(optimizer, engine: Engine, weights: list) -> Iterator[None]:
     """Lets an optimizer clip, and look for infinities, over all processes.
 
     `_clip_gradients` and `_use_weight_decay` are private in Keras;
-    tests/test_sharding.py and tests/test_sharding_fit.py fail if they move.
+    test_sharding.py and test_sharding_fit.py fail if they move.
 
     Args:
         optimizer: The optimizer, which is given shards.

@@ -60,7 +60,7 @@ class ShardedVariable(keras.Variable):
     """A variable that is a shard in memory.
 
     Made by `shard`, of a variable that exists. `_value` and `_shape` are
-    private in Keras; tests/test_sharding_variables.py fails if they move.
+    private in Keras; test_sharding_variables.py fails if they move.
 
     Attributes:
         shard: This process's `Shard`.

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 # Private in TensorFlow: what its own strategies end collectives by.
-# tests/test_faults.py fails if it moves.
+# test_faults.py fails if it moves.
 from tensorflow.python.eager import context
 
 _LOOK_SECONDS = 1.0

@@ -291,7 +291,7 @@ def without_reduction(optimizer):
     """Lets the optimizer take its gradients as summed over replicas already.
 
     Private in Keras: it reduces after it clips, so that every replica clips
-    its own share. tests/test_mirrored.py and test_updates.py fail if the name
+    its own share. test_mirrored.py and test_updates.py fail if the name
     moves.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)

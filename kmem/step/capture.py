@@ -31,7 +31,7 @@ def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     `_flatten_layers` is private in Keras, which uses it for `trainable` and
     `summary`; the public `layers` does not reach into a layer, such as the
     two halves of a `Bidirectional`. It is used nowhere else;
-    tests/test_capture.py fails if it moves.
+    test_capture.py fails if it moves.
     """
     return layer._flatten_layers()
 
@@ -72,7 +72,7 @@ class DiscardedState(keras.StatelessScope):
 
     Unlike its base, it lets a read see the variable itself, so that gradients
     reach it and regularizers find a value. `_value` is private in Keras, and
-    used nowhere else; tests/test_capture.py fails if it moves.
+    used nowhere else; test_capture.py fails if it moves.
     """
 
     def __init__(self):

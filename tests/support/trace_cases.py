@@ -74,3 +74,18 @@ def write(path, lines):
     else:
         path.write_text(text, encoding="utf-8")
     return path
+
+
+def training_step(num_layers, num_bytes=10, nanoseconds=100):
+    """A chain forward, and backward through all that it saved."""
+    lines = constant("x0", num_bytes)
+    for i in range(num_layers):
+        made = {f"x{i + 1}": (num_bytes, -1)}
+        lines += call("forward", [f"x{i}"], made, nanoseconds)
+    gradient = f"x{num_layers}"
+    for i in range(num_layers - 1, 0, -1):
+        made = {f"g{i}": (num_bytes, -1)}
+        lines += call("backward", [gradient, f"x{i}"], made, nanoseconds)
+        lines += release(gradient, f"x{i}")
+        gradient = f"g{i}"
+    return lines

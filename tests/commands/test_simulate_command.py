@@ -1,7 +1,7 @@
 """`kmem simulate`, called in this process."""
 
 import pytest
-from test_dtr_simulator import training_step
+from trace_cases import training_step
 from trace_cases import write
 
 from kmem.commands import cli

@@ -7,6 +7,7 @@ from trace_cases import STEP
 from trace_cases import call
 from trace_cases import constant
 from trace_cases import release
+from trace_cases import training_step
 from trace_cases import write
 
 from kmem.base import building
@@ -17,21 +18,6 @@ from kmem.dtr.simulator import BudgetFailed
 from kmem.dtr.simulator import simulate
 
 pytestmark = pytest.mark.usefixtures("native_library")
-
-
-def training_step(num_layers, num_bytes=10, nanoseconds=100):
-    """A chain forward, and backward through all that it saved."""
-    lines = constant("x0", num_bytes)
-    for i in range(num_layers):
-        made = {f"x{i + 1}": (num_bytes, -1)}
-        lines += call("forward", [f"x{i}"], made, nanoseconds)
-    gradient = f"x{num_layers}"
-    for i in range(num_layers - 1, 0, -1):
-        made = {f"g{i}": (num_bytes, -1)}
-        lines += call("backward", [gradient, f"x{i}"], made, nanoseconds)
-        lines += release(gradient, f"x{i}")
-        gradient = f"g{i}"
-    return lines
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ import pathlib
 import subprocess
 import sys
 
+import mirrored_multilevel
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parent / "mirrored_multilevel.py"
+SCRIPT = pathlib.Path(mirrored_multilevel.__file__)
 
 
 @pytest.fixture(scope="module")
