@@ -19,9 +19,9 @@ from kmem.base.checks import is_integer
 from kmem.base.checks import is_real
 from kmem.base.checks import one_of
 from kmem.base.checks import positive_int
-from kmem.launching import attempts
 from kmem.launching import cluster
-from kmem.launching.attempts import RankFailed as RankFailed
+from kmem.launching import ranks
+from kmem.launching.ranks import RankFailed as RankFailed
 from kmem.sharding.checkpoint import load as load
 from kmem.sharding.checkpoint import save as save
 from kmem.sharding.engine import join_at_first_operation
@@ -96,7 +96,7 @@ def launch(
         finally:
             join_no_more()
     gpus = visible_gpus()
-    return attempts.run(
+    return ranks.run(
         _function_task(main),
         how_many(num_processes, gpus),
         gpus,

@@ -6,8 +6,8 @@ import pathlib
 import sys
 
 from kmem import distributed
-from kmem.launching import attempts
 from kmem.launching import cluster
+from kmem.launching import ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"kmem launch: {error}", file=sys.stderr)
         return 2
     try:
-        attempts.run(
+        ranks.run(
             {"script": args.script, "arguments": args.arguments},
             num_processes,
             gpus,

@@ -6,10 +6,10 @@ addresses, so tasks must be distributed over the nodes in blocks, as they are
 by default. What this module does not do: reach another host.
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import MutableMapping
+from typing import Any
 
 # Set in processes that join by themselves: those that `kmem launch` starts.
 LAUNCHED = "KMEM_LAUNCHED"
@@ -70,7 +70,6 @@ def visible_gpus(environment: MutableMapping[str, str]) -> list[str] | None:
     return named[0].split(",") if named else []
 
 
-@dataclasses.dataclass(frozen=True)
 class Cluster:
     """What a TF_CONFIG says.
 
@@ -84,16 +83,16 @@ class Cluster:
         ValueError: If it is not a TF_CONFIG.
     """
 
-    config: str
-
-    def __post_init__(self):
-        jobs = self.jobs
-        if not isinstance(jobs, dict) or not all(map(_is_list, jobs.values())):
+    def __init__(self, config: str):
+        self._config = config
+        try:
+            self._content: dict = json.loads(config)
+            self.jobs: dict[str, list[str]] = self._content.get("cluster", {})
+            is_right = all(map(_is_list, self.jobs.values()))
+        except (AttributeError, ValueError, RecursionError):
+            is_right = False
+        if not is_right:
             raise self._error()
-
-    @property
-    def jobs(self) -> dict[str, list[str]]:
-        return self._parsed.get("cluster", {})
 
     @property
     def size(self) -> int:
@@ -107,9 +106,9 @@ class Cluster:
         Raises:
             ValueError: If it is none of the cluster's.
         """
-        task = self._parsed.get("task")
+        task: Any = self._content.get("task")
         try:
-            kind, index = task["type"], int(task["index"])  # type: ignore
+            kind, index = task["type"], int(task["index"])
             if index in range(len(self.jobs[kind])):
                 return kind, index
         except (KeyError, TypeError, ValueError):
@@ -123,23 +122,13 @@ class Cluster:
         before = len(self.jobs.get("chief", ())) if kind == "worker" else 0
         return before + index
 
-    @property
-    def _parsed(self) -> dict:
-        try:
-            found = json.loads(self.config)
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise self._error()
-        return found
-
     def _error(self) -> ValueError:
         return ValueError(
             "TF_CONFIG must be a JSON object with the addresses of all "
             "workers, and which of them this process is, such as "
             '{"cluster": {"worker": ["a:2222", "b:2222"]}, '
             '"task": {"type": "worker", "index": 0}}. '
-            f"Received: {self.config}"
+            f"Received: {self._config}"
         )
 
 
@@ -213,7 +202,5 @@ def _expand_pattern(pattern: str) -> list[str]:
 
 def _expand_counts(text: str) -> list[int]:
     """`"2(x3),1"` is 2, 2, 2 and 1."""
-    counts = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(times or 1)
-    return counts
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(n) for n, times in groups for _ in range(int(times or 1))]

@@ -1,12 +1,11 @@
-"""Starts the ranks of a run, passes their output on, and ends them together.
+"""Starts the ranks of a run, watches them, and ends them together.
 
 The first failure is the one that is told: after it, the other ranks fail for
-its sake, or wait for it for ever. So they are ended, politely at first. What
-this module does not do: choose devices and networks, or start a run again.
+its sake, or wait for it for ever. So they are ended, politely at first, and
+perhaps all are started again. What this module does not do: choose devices.
 """
 
 import contextlib
-import dataclasses
 import multiprocessing
 import os
 import pathlib
@@ -14,35 +13,114 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import wait
+from typing import IO
 
-from kmem.launching.network import Network
-from kmem.launching.output import Lines
+from kmem.launching import cluster
+from kmem.launching.addresses import Network
 
 _RANK = pathlib.Path(__file__).with_name("rank.py")
 # How long a rank may take until the first line of its code.
 _START_SECONDS = 300.0
-# How often to look whether a process has ended: its pipes usually tell.
-_LOOK_SECONDS = 0.1
+# How often to look whether a process has ended: its report usually tells.
+_LOOK_SECONDS = 0.05
 # A rank that misses another can be seen to fail before the one that is gone.
 _SETTLE_SECONDS = 0.2
 # What a rank says that has waited for others for too long, and how long those
 # may take to fail that have waited as well.
 _WAITED = "DeadlineExceededError"
 _MISSED_SECONDS = 3.0
+# A line that grows beyond this is passed on in pieces.
+_LONGEST_LINE = 1 << 16
+# How long a process that has left a rank's group may keep its output open.
+_OUTPUT_SECONDS = 1.0
+
+_writing = threading.Lock()
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """How a rank failed, and what a shell would see of it."""
+class RankFailed(RuntimeError):
+    """A process that a launch has started has failed.
 
-    rank: int
-    cause: str
-    exit_code: int
-    traceback: str = ""
-    # When the rank said so; 0 of one that ended and did not.
-    seconds: float = 0.0
+    Attributes:
+        rank: The one that failed first.
+        cause: Its exception or signal, in a line.
+        exit_code: What a shell would show: 128 and the signal's number of a
+            process that was killed.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        cause: str,
+        exit_code: int,
+        traceback: str = "",
+        seconds: float = 0.0,
+    ):
+        super().__init__(f"rank {rank} failed first: {cause}")
+        self.rank = rank
+        self.cause = cause
+        self.exit_code = exit_code
+        self.traceback = traceback
+        # When the rank said so; 0 of one that ended and did not.
+        self.seconds = seconds
+        # Those that had ended before, and have not failed.
+        self.ended: list[int] = []
+
+    def __str__(self) -> str:
+        lines = [super().__str__()]
+        if self.ended:
+            listed = ", ".join(map(str, self.ended))
+            lines.append(f"Ended before that, without an error: {listed}")
+        if self.traceback:
+            lines.append(self.traceback.rstrip())
+        return "\n".join(lines)
+
+
+def run(
+    task: dict,
+    num_processes: int,
+    gpus: list[str],
+    restarts: int,
+    private: bool,
+    grace_seconds: float,
+) -> list:
+    """Returns what a task returned in each rank.
+
+    Args:
+        task: For `rank.py`.
+        num_processes: How many ranks there are.
+        gpus: CUDA's names of those to share out, one for each rank; or none.
+        restarts: How often to start all of them again.
+        private: Whether they get a network of their own, if that can be.
+        grace_seconds: What ranks are given to end themselves.
+
+    Raises:
+        RankFailed: If a rank fails in the last attempt.
+    """
+    attempt = 0
+    while True:
+        # A new one: what is left of the last may hold its ports.
+        network = Network(num_processes, private)
+        private = private and not network.refusal
+        try:
+            with (
+                contextlib.closing(network),
+                _ended_by_sigterm(),
+                contextlib.closing(Ranks(task, network, gpus)) as ranks,
+            ):
+                return ranks.values(grace_seconds)
+        except RankFailed as error:
+            if attempt == restarts:
+                raise
+            attempt += 1
+            print(
+                f"{error}\nAll ranks start again ({attempt} of {restarts}).",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class Rank:
@@ -59,6 +137,7 @@ class Rank:
         has_ended: Whether its process, and its group with it, has ended.
         failure: How it failed.
         value: What its function returned, pickled.
+        report: Where it says so, until it has ended.
     """
 
     def __init__(
@@ -67,10 +146,10 @@ class Rank:
         self.number = number
         self.has_started = False
         self.has_ended = False
-        self.failure: Failure | None = None
+        self.failure: RankFailed | None = None
         self.value: bytes | None = None
         self._network = network
-        self._report, writer = multiprocessing.Pipe(duplex=False)
+        self.report, writer = multiprocessing.Pipe(duplex=False)
         with writer:
             descriptors = (writer.fileno(), task, *network.namespaces)
             self._process = subprocess.Popen(
@@ -79,15 +158,22 @@ class Rank:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
                 pass_fds=descriptors,
                 start_new_session=True,
             )
         network.guard(self._process.pid)
-        self._output = [
-            Lines(getattr(self._process, stream), f"[{number}] ", stream)
+        self._outputs = [
+            threading.Thread(
+                target=_pass_on,
+                args=(getattr(self._process, stream), stream, f"[{number}] "),
+                daemon=True,
+            )
             for stream in ("stdout", "stderr")
         ]
-        self.sources = [self._report, *self._output]
+        for output in self._outputs:
+            output.start()
 
     def signal(self, number: signal.Signals) -> None:
         """Sends it to the whole group."""
@@ -97,19 +183,9 @@ class Rank:
                 os.killpg(self._process.pid, number)
 
     def listen(self) -> None:
-        """Passes on what it has written, and takes in what it reports."""
-        for source in list(self.sources):
-            hear = self._hear if source is self._report else source.forward
-            if not hear():
-                self.sources.remove(source)
-
-    def look(self) -> None:
-        """Sees whether the process has ended, and how."""
-        # Until it is reaped, a process keeps its number.
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        if self.has_ended or not os.waitid(
-            os.P_PID, self._process.pid, options
-        ):
+        """Takes in what it has reported, and sees whether it has ended."""
+        self._hear()
+        if self.has_ended or not self._is(os.WEXITED):
             return
         self.close()
         status = self._process.returncode
@@ -121,11 +197,7 @@ class Rank:
 
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the process, which may go on yet."""
-        if self.has_ended:
-            return False
-        # After the name, which is in brackets and may hold anything.
-        status = pathlib.Path(f"/proc/{self._process.pid}/stat").read_text()
-        return status.rpartition(")")[2].split()[0] in "Tt"
+        return not self.has_ended and self._is(os.WSTOPPED)
 
     def close(self) -> None:
         """Kills what is left of the group, and takes in its last words."""
@@ -134,18 +206,21 @@ class Rank:
         self.signal(signal.SIGKILL)
         self._process.wait()
         self.has_ended = True
-        self._network.release(self._process.pid)
-        self.listen()
-        self.sources.clear()
-        self._report.close()
-        for lines in self._output:
-            lines.close()
+        self._network.guard(-self._process.pid)
+        self._hear()
+        self.report.close()
+        for output in self._outputs:
+            output.join(_OUTPUT_SECONDS)
 
-    def _hear(self) -> bool:
-        """Takes in reports; returns whether there can be more."""
+    def _is(self, state: int) -> bool:
+        # Until it is reaped, a process keeps its number.
+        options = state | os.WNOHANG | os.WNOWAIT
+        return bool(os.waitid(os.P_PID, self._process.pid, options))
+
+    def _hear(self) -> None:
         try:
-            while self._report.poll():
-                kind, *content = self._report.recv()
+            while self.report.poll():
+                kind, *content = self.report.recv()
                 self.has_started = True
                 if kind == "returned":
                     (self.value,) = content
@@ -153,61 +228,107 @@ class Rank:
                     self._fail(*content)
         except (EOFError, OSError):
             # It has closed its end, perhaps in the middle of a report.
-            return False
-        return True
+            self.report.close()
 
     def _fail(self, cause: str, exit_code: int, *details) -> None:
         if self.failure is None:
-            self.failure = Failure(self.number, cause, exit_code, *details)
+            self.failure = RankFailed(self.number, cause, exit_code, *details)
+
+
+def _pass_on(pipe: IO[str], stream: str, prefix: str) -> None:
+    """Writes what a process writes, in whole lines, to a stream of this one.
+
+    A progress bar's carriage return ends a line, as nothing can be drawn over
+    what another rank has written since.
+    """
+    with pipe:
+        while line := pipe.readline(_LONGEST_LINE):
+            with _writing:
+                # Looked up at each line.
+                target = getattr(sys, stream)
+                target.write(prefix + line.removesuffix("\n") + "\n")
+                target.flush()
 
 
 class Ranks:
-    """All ranks of a run. On leaving the context, none is left.
+    """All ranks of a run. Once they are closed, none is left.
 
     Args:
         task: What each of them does, for `rank.py`.
-        environments: The environment of each.
         network: Where they find each other.
+        gpus: CUDA's names of those to share out, or none.
     """
 
-    def __init__(self, task: dict, environments: list[dict], network: Network):
+    def __init__(self, task: dict, network: Network, gpus: list[str]):
         self._deadline = time.monotonic() + _START_SECONDS
         self._ranks: list[Rank] = []
         try:
             with open(os.memfd_create("task"), "wb") as file:
                 file.write(pickle.dumps(task))
                 file.flush()
-                for number, environment in enumerate(environments):
+                for number, settings in enumerate(network.environments):
+                    # What a rank prints is seen at once.
+                    settings |= {cluster.LAUNCHED: "1", "PYTHONUNBUFFERED": "1"}
+                    if gpus:
+                        settings["CUDA_VISIBLE_DEVICES"] = gpus[number]
+                    environment = {**os.environ, **settings}
                     self._ranks.append(
                         Rank(number, file.fileno(), environment, network)
                     )
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
 
-    def __enter__(self) -> "Ranks":
-        return self
-
-    def __exit__(self, *exception) -> None:
+    def close(self) -> None:
+        """Kills all that are left."""
         for rank in self._ranks:
             rank.signal(signal.SIGKILL)
         for rank in self._ranks:
             rank.close()
 
-    def watch(self) -> Failure | None:
+    def values(self, grace_seconds: float) -> list:
+        """What each has returned; `None` for a script.
+
+        Args:
+            grace_seconds: What they are given to end once one has failed.
+
+        Raises:
+            RankFailed: If one fails.
+        """
+        try:
+            failure = self._watch()
+        except (KeyboardInterrupt, SystemExit) as stop:
+            exits = isinstance(stop, SystemExit)
+            number = signal.SIGTERM if exits else signal.SIGINT
+            self._end(number, grace_seconds)
+            raise
+        if failure is None:
+            return [
+                None if rank.value is None else pickle.loads(rank.value)
+                for rank in self._ranks
+            ]
+        failure.ended = [
+            rank.number
+            for rank in self._ranks
+            if rank.has_ended and rank.failure is None
+        ]
+        self._end(signal.SIGTERM, grace_seconds)
+        raise failure
+
+    def _watch(self) -> RankFailed | None:
         """Waits until all have ended, or one has failed."""
-        while self._are_running():
+        failure = None
+        while failure is None and self._are_running():
             self._listen()
             failure = self._first_failure() or self._late_start()
-            if failure is None:
-                continue
-            settled = time.monotonic() + _SETTLE_SECONDS
-            while failure.seconds and time.monotonic() < settled:
-                self._listen()
-            return self._blamed(self._first_failure() or failure)
-        return None
+        if failure is None:
+            return None
+        settled = time.monotonic() + _SETTLE_SECONDS
+        while failure.seconds and time.monotonic() < settled:
+            self._listen()
+        return self._blamed(self._first_failure() or failure)
 
-    def _blamed(self, failure: Failure) -> Failure:
+    def _blamed(self, failure: RankFailed) -> RankFailed:
         """The failure, of the rank that another one has waited for in vain."""
         for rank in self._ranks:
             if rank.is_stopped():
@@ -216,62 +337,61 @@ class Ranks:
                 cause = "it did not take part, and has not failed"
             else:
                 continue
-            return dataclasses.replace(
-                failure,
-                rank=rank.number,
-                cause=f"{cause}; rank {failure.rank} waited for it: "
-                f"{failure.cause}",
+            cause += f"; rank {failure.rank} waited for it: {failure.cause}"
+            return RankFailed(
+                rank.number, cause, failure.exit_code, failure.traceback
             )
         return failure
 
     def _is_missed(self, rank: Rank) -> bool:
         """Whether it does not fail as those do that wait."""
         end = time.monotonic() + _MISSED_SECONDS
-        while not (rank.failure or rank.has_ended) and time.monotonic() < end:
+        while time.monotonic() < end:
+            if rank.failure or rank.has_ended:
+                return False
             self._listen()
-        return not (rank.failure or rank.has_ended)
+        return True
 
-    def end(self, number: signal.Signals, grace_seconds: float) -> None:
+    def _end(self, number: signal.Signals, grace_seconds: float) -> None:
         """Ends all ranks, by a signal and after a while by SIGKILL."""
         deadline = time.monotonic() + grace_seconds
         for rank in self._ranks:
             rank.signal(number)
         while self._are_running() and time.monotonic() < deadline:
             self._listen()
-        self.__exit__()
-
-    def without_error(self) -> list[int]:
-        """Those that have ended, and have not failed."""
-        return [
-            rank.number
-            for rank in self._ranks
-            if rank.has_ended and rank.failure is None
-        ]
-
-    def values(self) -> list:
-        """What each has returned; `None` for a script."""
-        return [
-            None if rank.value is None else pickle.loads(rank.value)
-            for rank in self._ranks
-        ]
+        self.close()
 
     def _are_running(self) -> bool:
         return not all(rank.has_ended for rank in self._ranks)
 
     def _listen(self) -> None:
-        wait([x for rank in self._ranks for x in rank.sources], _LOOK_SECONDS)
+        reports = [rank.report for rank in self._ranks]
+        wait([each for each in reports if not each.closed], _LOOK_SECONDS)
         for rank in self._ranks:
             rank.listen()
-            rank.look()
 
-    def _first_failure(self) -> Failure | None:
+    def _first_failure(self) -> RankFailed | None:
         failures = [rank.failure for rank in self._ranks if rank.failure]
         return min(failures, key=lambda x: x.seconds, default=None)
 
-    def _late_start(self) -> Failure | None:
-        if time.monotonic() > self._deadline:
-            for rank in self._ranks:
-                if not rank.has_started:
-                    cause = f"not started after {_START_SECONDS:g} s"
-                    return Failure(rank.number, cause, 1)
+    def _late_start(self) -> RankFailed | None:
+        is_late = time.monotonic() > self._deadline
+        for rank in self._ranks:
+            if is_late and not rank.has_started:
+                cause = f"not started after {_START_SECONDS:g} s"
+                return RankFailed(rank.number, cause, 1)
         return None
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Makes SIGTERM an exception, so that the ranks are ended as well."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

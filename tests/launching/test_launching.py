@@ -14,11 +14,12 @@ import textwrap
 
 import pytest
 
+import kmem
 from kmem.commands import cli
 from kmem.distributed import RankFailed
 from kmem.distributed import launch
+from kmem.launching import addresses
 from kmem.launching import cluster
-from kmem.launching import network
 from kmem.launching import ranks
 
 # Rank 0 waits for ever: only the launcher ends it.
@@ -289,6 +290,17 @@ def test_ctrl_c_and_sigterm_reach_all_ranks(
     assert (tmp_path / "end1").exists()
 
 
+# As `kmem launch` does, without the time that TensorFlow takes to import.
+LAUNCHER = f"""
+import sys, types
+sys.modules["kmem"] = types.ModuleType("kmem")
+sys.modules["kmem"].__path__ = {kmem.__path__!r}
+from kmem.launching import ranks
+task = {{"script": sys.argv[1], "arguments": []}}
+ranks.run(task, 2, [], restarts=0, private=True, grace_seconds=1.0)
+"""
+
+
 def test_nothing_is_left_of_a_launcher_that_is_killed(script, tmp_path):
     path = script(
         f"""
@@ -300,9 +312,9 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(script, tmp_path):
         os.kill(os.getpid(), signal.SIGSTOP)
         """
     )
-    code = "import sys; from kmem import cli; sys.exit(cli.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "launch", "--processes", "2"]
-    launcher = subprocess.Popen([*command, path], stdout=subprocess.PIPE)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, path], stdout=subprocess.PIPE
+    )
     with launcher:
         lines = {launcher.stdout.readline() for _ in range(2)}
         launcher.kill()
@@ -358,7 +370,7 @@ def test_the_script_runs_as_python_runs_it(script, capsys, tmp_path):
 
 
 def test_a_private_network_has_only_its_processes(script, tmp_path, capsys):
-    with contextlib.closing(network.Network(1, private=True)) as private:
+    with contextlib.closing(addresses.Network(1, private=True)) as private:
         if private.refusal:
             pytest.skip(f"no network of its own: {private.refusal}")
         assert private.namespaces
@@ -382,7 +394,7 @@ def test_a_private_network_has_only_its_processes(script, tmp_path, capsys):
 def test_a_kernel_that_refuses_is_told_of_once(script, tmp_path, monkeypatch):
     guardian = tmp_path / "guardian.py"
     guardian.write_text("print('not here', flush=True)\ninput()\n")
-    monkeypatch.setattr(network, "_GUARDIAN", guardian)
+    monkeypatch.setattr(addresses, "_GUARDIAN", guardian)
     path = script("raise SystemExit(3)\n")
     with pytest.warns(RuntimeWarning, match=r"every network.*not here") as told:
         assert (
@@ -393,7 +405,7 @@ def test_a_kernel_that_refuses_is_told_of_once(script, tmp_path, monkeypatch):
 
 
 def test_ports_of_the_host_are_held_for_the_ranks():
-    with contextlib.closing(network.Network(3, private=False)) as held:
+    with contextlib.closing(addresses.Network(3, private=False)) as held:
         assert held.namespaces == ()
         assert len(set(held.addresses)) == 3
         for address in held.addresses:

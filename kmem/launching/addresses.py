@@ -13,7 +13,10 @@ import pathlib
 import socket
 import subprocess
 import sys
+import warnings
 from typing import Any
+
+from kmem.launching.cluster import tf_config
 
 _GUARDIAN = pathlib.Path(__file__).with_name("guardian.py")
 # In a network of their own every port is free. This one is below those that
@@ -32,13 +35,12 @@ class Network:
         addresses: `"127.0.0.1:port"` of each.
         namespaces: File descriptors of what a process must enter to be in it.
         refusal: Why the network is not private although that was asked for.
-        environment: What TensorFlow needs to be told about it.
+        environments: What TensorFlow is told about it in each process.
     """
 
     def __init__(self, num_processes: int, private: bool):
         self._resources = contextlib.ExitStack()
         self.namespaces: tuple[int, ...] = ()
-        self.environment: dict[str, str] = {}
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             self._guardian = self._start_guardian(private)
@@ -47,30 +49,41 @@ class Network:
             if private and not self.refusal:
                 self._open_namespaces()
                 ports = range(_FIRST_PORT, _FIRST_PORT + num_processes)
+                settings = {}
             else:
                 ports = [self._held_port() for _ in range(num_processes)]
-                self.environment["TF_GRPC_REUSE_PORT"] = "1"
+                settings = {"TF_GRPC_REUSE_PORT": "1"}
             self.addresses = [f"127.0.0.1:{port}" for port in ports]
+            self.environments = [
+                {"TF_CONFIG": tf_config(self.addresses, rank), **settings}
+                for rank in range(num_processes)
+            ]
             on_error.pop_all()
+        if private and self.refusal:
+            warnings.warn(
+                "TensorFlow's servers listen on every network interface of "
+                "this machine and ask nobody for a password, as the kernel "
+                "does not let the processes have a network of their own "
+                f'({self.refusal}). `network="host"` says that this is meant.',
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def guard(self, group: int) -> None:
-        """Has a process group killed when this process ends."""
-        self._tell(group)
+        """Has a process group killed when this process ends.
 
-    def release(self, group: int) -> None:
-        """Forgets a group which has ended."""
-        self._tell(-group)
+        Args:
+            group: The group; minus one that has ended, and is forgotten.
+        """
+        # Without a guardian there is nobody to tell; the ranks still end
+        # with a launcher that ends as it should.
+        with contextlib.suppress(BrokenPipeError):
+            self._guardian.stdin.write(f"{group}\n")
+            self._guardian.stdin.flush()
 
     def close(self) -> None:
         """Ends all that is left of the guarded groups, and the network."""
         self._resources.close()
-
-    def _tell(self, number: int) -> None:
-        # Without a guardian there is nobody to tell; the ranks still end
-        # with a launcher that ends as it should.
-        with contextlib.suppress(BrokenPipeError):
-            self._guardian.stdin.write(f"{number}\n")
-            self._guardian.stdin.flush()
 
     def _start_guardian(self, private: bool) -> Any:
         command = [sys.executable, "-I", "-S", str(_GUARDIAN)]
