@@ -34,4 +34,4 @@ from kmem.options import Remat as Remat  # noqa: E402
 from kmem.options import Sharding as Sharding  # noqa: E402
 from kmem.planning.plan import Plan as Plan  # noqa: E402
 from kmem.reporting import report as report  # noqa: E402
-from kmem.sharding.strategy import ShardedStrategy as ShardedStrategy  # noqa: E402
+from kmem.sharding.training import ShardedStrategy as ShardedStrategy  # noqa: E402

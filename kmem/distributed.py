@@ -22,11 +22,11 @@ from kmem.base.checks import positive_int
 from kmem.launching import cluster
 from kmem.launching import ranks
 from kmem.launching.ranks import RankFailed as RankFailed
+from kmem.sharding.agreeing import save_weights as save_weights
 from kmem.sharding.checkpoint import load as load
 from kmem.sharding.checkpoint import save as save
 from kmem.sharding.engine import join_at_first_operation
 from kmem.sharding.engine import join_no_more
-from kmem.sharding.together import save_weights as save_weights
 
 
 def launch(

@@ -2,7 +2,7 @@
 
 A batch that does not fit can be computed in parts, recomputed in part, or
 both (searching.py). Where the device is not the machine's own memory, weights
-and optimizer may stay there (sharding/offloading.py). So there may be several
+and optimizer may stay there (sharding/refusals.py). So there may be several
 searches, of which the best is told, with what else there was.
 """
 
@@ -25,7 +25,7 @@ from kmem.options import MemoryOptions
 from kmem.options import MixedPrecision
 from kmem.options import Sharding
 from kmem.sharding import agreeing
-from kmem.sharding import offloading
+from kmem.sharding import refusals
 from kmem.step import batches
 from kmem.step.accumulation import build_optimizer
 
@@ -174,7 +174,7 @@ def _in_fit(choice: Choice, reserved_bytes: int) -> Choice:
 def _allowed(model, given: MemoryOptions, allow: tuple[str, ...]) -> list:
     """Other options to hold, where they may be chosen."""
     found = [given]
-    if offloading.is_possible(model, given):
+    if refusals.can_be_offloaded(model, given):
         there = Sharding(cpu_offload=True)
         found.append(dataclasses.replace(given, sharding=there))
     if "sharding" in allow and given.sharding is not None:

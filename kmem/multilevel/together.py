@@ -24,7 +24,7 @@ from kmem.sharding import refusals
 from kmem.sharding import training
 from kmem.sharding import variables as shards
 from kmem.sharding.engine import engine
-from kmem.sharding.shard import gathered
+from kmem.sharding.gathering import gathered
 from kmem.sharding.slices import Slices
 from kmem.sharding.training import ShardedTraining
 from kmem.sharding.variables import ShardedVariable

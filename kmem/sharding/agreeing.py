@@ -1,19 +1,29 @@
-"""What each process finds out for itself, made one for all of them.
+"""What processes that train together decide, do and fail in as one.
 
 Processes that plan have to plan alike: a plan says which weights are gathered
 again, and all must take part. They measure the same steps, and take the
-numbers of one of them. What this module does not do: help a process that
-fails to measure; the others wait for it.
+numbers of one of them. An error of one process is an error in all. And where
+one of them reads weights, in any order, the others help it. What this module
+does not do: help a process that fails to measure; the others wait for it.
 """
 
+import contextlib
+import functools
 import hashlib
+import os
+import pathlib
+from collections.abc import Callable
+from collections.abc import Iterator
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from kmem.options import MemoryOptions
 from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
+from kmem.sharding.variables import ShardedVariable
+from kmem.step.patching import attribute
 
 
 def processes(options: MemoryOptions) -> Engine:
@@ -47,3 +57,109 @@ def is_same(group: Engine, value: object) -> bool:
     digest = hashlib.blake2b(repr(value).encode(), digest_size=7).digest()
     number = int.from_bytes(digest, "big")
     return highest(group, number) == lowest(group, number)
+
+
+def ranks_where(group: Engine, is_so: bool, name: str) -> list[int]:
+    """The processes where something is so; all have to call it."""
+    flags = group.gather(tf.constant([int(is_so)]), name)
+    return np.flatnonzero(flags).tolist()
+
+
+@contextlib.contextmanager
+def jointly(group: Engine, deed: str) -> Iterator[None]:
+    """All processes run a block; if one fails in it, all raise an error.
+
+    Args:
+        group: The processes.
+        deed: What they do, for the message.
+
+    Raises:
+        Exception: As the block raises it, in the process that fails.
+        RuntimeError: In the others.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    failed = ranks_where(group, error is not None, deed)
+    if error is not None:
+        raise error
+    if failed:
+        raise RuntimeError(
+            f"All processes must {deed} together. Received: an error in "
+            f"rank {failed[0]}, whose message says more"
+        )
+
+
+def save_weights(model: keras.Model, path: str | pathlib.Path) -> None:
+    """Saves whole weights in one file, as `model.save_weights` does.
+
+    All processes have to call it. Process 0 writes the file, and the others
+    help it to gather one weight after another: nobody holds all of them. The
+    file needs no kmem to be loaded.
+
+    Args:
+        model: A built model, in shards or whole.
+        path: The file, whose name ends in `.weights.h5`.
+
+    Raises:
+        OSError: If process 0 cannot write it.
+        ValueError: If the name ends otherwise.
+        RuntimeError: If another process could not.
+
+    Example:
+
+    ```python
+    import keras
+
+    import kmem
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    kmem.distributed.save_weights(model, "model.weights.h5")
+    model.load_weights("model.weights.h5")
+    ```
+    """
+    path = pathlib.Path(path)
+    part = path.with_name(f"part-{path.name}")
+
+    def write():
+        try:
+            model.save_weights(part)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    group = engine()
+    with jointly(group, "save weights"):
+        _alone(group, write, model)
+
+
+def _alone(group: Engine, deed: Callable, model: keras.Model) -> None:
+    """Process 0 does something that reads a model's weights, in any order."""
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(optimizer.variables if optimizer else ())]
+    # Others are whole in every process.
+    sharded = [v for v in variables if type(v) is ShardedVariable]
+    if group.size == 1:
+        deed()
+    elif group.rank == 0:
+        with contextlib.ExitStack() as stack:
+            stack.callback(_announce, group, -1)
+            for number, variable in enumerate(sharded):
+                read = functools.partial(_read, group, number, variable)
+                stack.enter_context(attribute(variable, "_read", read))
+            deed()
+    else:
+        while (number := _announce(group, -1)) >= 0:
+            sharded[number].shard.read_full()
+
+
+def _read(group: Engine, number: int, variable: ShardedVariable) -> tf.Tensor:
+    _announce(group, number)
+    return variable.shard.read_full()
+
+
+def _announce(group: Engine, number: int) -> int:
+    """What process 0 reads next; -1 at the end."""
+    return int(group.broadcast(tf.constant([number]), "reads next")[0])

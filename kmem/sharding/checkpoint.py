@@ -22,10 +22,10 @@ import tensorflow as tf
 
 from kmem import precision
 from kmem.sharding import files
-from kmem.sharding import index
+from kmem.sharding.agreeing import jointly
+from kmem.sharding.agreeing import ranks_where
 from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
-from kmem.sharding.together import together
 from kmem.sharding.variables import ShardedVariable
 from kmem.step.accumulation import build_optimizer
 
@@ -88,17 +88,17 @@ def save(
         for rank in range(group.size)
     ]
     writer = files.Writer(folder / names[group.rank])
-    with together(group, "write a checkpoint"):
-        position = index.plain({} if position is None else position)
+    with jointly(group, "write a checkpoint"):
+        position = files.plain({} if position is None else position)
         folder.mkdir(parents=True, exist_ok=True)
-        index.check_is_free(folder)
+        files.check_is_free(folder)
         with writer:
             for (_, variable), placed in zip(variables, pieces, strict=True):
                 for piece in placed:
                     if piece.file == group.rank:
                         writer.write(_own_numbers(variable)[: piece.count])
     checksums = _all_checksums(group, writer.checksums, sizes)
-    with together(group, "write a checkpoint's index"):
+    with jointly(group, "write a checkpoint's index"):
         if group.rank == 0:
             optimizer = getattr(model, "optimizer", None)
             content = {
@@ -106,8 +106,8 @@ def save(
                 "optimizer": _kind(optimizer),
                 "loss_scale": precision.scale_of(optimizer),
                 "files": [
-                    {"name": name, "num_bytes": size, "checksums": found}
-                    for name, size, found in zip(
+                    {"name": name, "num_bytes": size, "checksums": sums}
+                    for name, size, sums in zip(
                         names, sizes, checksums, strict=True
                     )
                 ],
@@ -121,7 +121,7 @@ def save(
                     )
                 ],
             }
-            index.write(folder, content)
+            files.write_index(folder, content)
             for path in folder.iterdir():
                 if _OWN.fullmatch(path.name) and path.name not in names:
                     path.unlink(missing_ok=True)
@@ -148,7 +148,7 @@ def load(model: keras.Model, folder: str | pathlib.Path) -> dict[str, Any]:
         RuntimeError: If another process cannot load its part.
     """
     group = engine()
-    with together(group, "load a checkpoint"):
+    with jointly(group, "load a checkpoint"):
         checkpoint = _Checkpoint(pathlib.Path(folder))
         for variable, record in checkpoint.matched(model):
             checkpoint.read(record, *_own_range(variable))
@@ -165,16 +165,15 @@ def load(model: keras.Model, folder: str | pathlib.Path) -> dict[str, Any]:
 
 def exists(folder: str | pathlib.Path) -> bool:
     """Whether a process sees a checkpoint; all have to call it."""
-    found = index.exists(pathlib.Path(folder))
-    flags = engine().gather(tf.constant([int(found)]), "exists")
-    return bool(np.any(flags))
+    is_here = files.has_index(pathlib.Path(folder))
+    return bool(ranks_where(engine(), is_here, "exists"))
 
 
 class _Checkpoint:
     """A checkpoint that is being read."""
 
     def __init__(self, folder: pathlib.Path):
-        content = index.read(folder)
+        content = files.read_index(folder)
         self.position: dict[str, Any] = content["position"]
         self.loss_scale: list | None = content["loss_scale"]
         self._optimizer: str | None = content["optimizer"]
@@ -206,13 +205,15 @@ class _Checkpoint:
         return pairs
 
     def _matched(self, kind: str, own: list) -> list:
-        known = [_description(kind, variable) for variable in own]
+        own_records = [_description(kind, variable) for variable in own]
         records = [r for r in self._records if r["of"] == kind]
-        if len(known) != len(records):
+        if len(own_records) != len(records):
             raise self._another(
-                kind, f"with {len(known)} variables", f"with {len(records)}"
+                kind,
+                f"with {len(own_records)} variables",
+                f"with {len(records)}",
             )
-        for each, record in zip(known, records, strict=True):
+        for each, record in zip(own_records, records, strict=True):
             if any(each[x] != record[x] for x in ("shape", "dtype")):
                 raise self._another(
                     kind,
@@ -220,19 +221,19 @@ class _Checkpoint:
                     f"{each['shape']}",
                     f"with {record['dtype']} of {record['shape']}",
                 )
-        names = [[each["name"] for each in x] for x in (known, records)]
-        for name, other, *found in zip(
-            *names, *map(index.forms, names), strict=True
+        names = [[each["name"] for each in x] for x in (own_records, records)]
+        for name, other, *alike in zip(
+            *names, *map(files.forms, names), strict=True
         ):
-            if found[0] != found[1]:
+            if alike[0] != alike[1]:
                 raise self._another(
                     kind, f"with {name} in this place", f"with {other}"
                 )
         return list(zip(own, records, strict=True))
 
-    def _another(self, kind: str, known, received) -> ValueError:
+    def _another(self, kind: str, expected, received) -> ValueError:
         return ValueError(
-            f"The checkpoint must be of a {kind} like this one, {known}: "
+            f"The checkpoint must be of a {kind} like this one, {expected}: "
             f"make the {kind} as it was when it was saved. Received: "
             f"{self._folder} {received}"
         )
@@ -240,26 +241,26 @@ class _Checkpoint:
     def read(self, record: dict, first: int, count: int) -> np.ndarray:
         """Consecutive numbers of a variable, from the files that have them."""
         dtype = tf.as_dtype(record["dtype"])
-        found = bytearray()
+        contents = bytearray()
         for piece in [_Piece(*fields) for fields in record["pieces"]]:
             start = max(first, piece.first)
             stop = min(first + count, piece.first + piece.count)
             if start < stop:
                 offset = piece.offset_bytes - piece.first * dtype.size
-                found += self._readers[piece.file].read(
+                contents += self._readers[piece.file].read(
                     offset + start * dtype.size, offset + stop * dtype.size
                 )
-        return np.frombuffer(found, dtype.as_numpy_dtype)
+        return np.frombuffer(contents, dtype.as_numpy_dtype)
 
 
 def _variables(model: keras.Model) -> list[tuple[str, keras.Variable]]:
     """What is saved. Metrics begin anew with each epoch."""
     metrics = {id(v) for metric in model.metrics for v in metric.variables}
-    found = [("model", v) for v in model.variables if id(v) not in metrics]
+    saved = [("model", v) for v in model.variables if id(v) not in metrics]
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
-        found += [("optimizer", v) for v in optimizer.variables]
-    return found
+        saved += [("optimizer", v) for v in optimizer.variables]
+    return saved
 
 
 def _kind(optimizer) -> str | None:

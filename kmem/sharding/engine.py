@@ -9,40 +9,45 @@ A call's name, with its operation, dtype and shape, is what matches it across
 processes: it must not depend on how often a process has traced a step. The
 same name may be used again, one call after another.
 
+TensorFlow's own timeout of a collective is a thread that sleeps as long, for
+every call: thousands of them in a training. Here one thread watches whatever
+Python waits for, a step or a single collective, and ends all collectives of
+this process when that takes too long.
+
 What it does not do: survive. After an error in a collective, or when a process
-is gone, the runtime of all processes is lost: each has to be started anew.
-The GPU's own reduce-scatter is written after TensorFlow's documentation, and
-was never run.
+is gone, the runtime of all processes is lost: each has to be started anew. Nor
+does it tell a step that is slow from one that waits. The GPU's own
+reduce-scatter is written after TensorFlow's documentation, and was never run.
 """
 
 import contextlib
+import contextvars
 import faulthandler
 import functools
 import hashlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-# Private in TensorFlow, and used nowhere else: it has no public operations
-# for shards, and no public switch for heartbeats. test_sharding_engine.py
-# fails if they move.
+# Private in TensorFlow: it has no public operations for shards, no public
+# switch for heartbeats, and its own strategies end collectives so.
+# test_sharding_engine.py and test_faults.py fail if they move.
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_collective_ops
 
 from kmem.launching.cluster import Cluster
-from kmem.sharding.watchdog import Watchdog
-from kmem.sharding.watchdog import is_watching
 
 _GROUP_KEY = 7600
 _HEARTBEAT_SECONDS = 10
 # Of every step: a process that comes too late ends the others.
 _TIMEOUT = "KMEM_TIMEOUT_SECONDS"
 _TIMEOUT_SECONDS = 600.0
+_LOOK_SECONDS = 1.0
 
 # How much is sent of a gradient at a time: TensorFlow lets go of what it has
 # sent and got only some time after that has arrived.
@@ -59,6 +64,9 @@ _WIDER = {
     for dtype in (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16)
 }
 
+# Whether what runs, or is traced, now is watched.
+_is_watched = contextvars.ContextVar("is_watched", default=False)
+
 
 class Engine:
     """The collectives of one process, which here is alone: nothing is sent.
@@ -67,7 +75,7 @@ class Engine:
         size: The number of processes.
         rank: This one's number.
         device: Where its collectives run.
-        host: The device of the machine's own memory.
+        host: The device of host memory.
     """
 
     def __init__(self, size: int = 1, rank: int = 0, device: str = ""):
@@ -99,22 +107,16 @@ class Engine:
         """The `tensor` of process 0. All have its shape and dtype."""
         return tensor
 
-    def watching(self, times: int = 1) -> contextlib.AbstractContextManager:
-        """A context: what runs within may not wait for others for too long.
+    @contextlib.contextmanager
+    def watching(self, times: int = 1) -> Iterator[None]:
+        """Within, nothing may wait for other processes for too long.
+
+        Nothing in a graph that is traced: it runs at another time.
 
         Args:
             times: How many times as long as a single step it may.
         """
-        return contextlib.nullcontext()
-
-    def watched(self, function: Callable, times: int) -> Callable:
-        """A train function of so many steps that is run in `watching`."""
-
-        def call(iterator):
-            with self.watching(times):
-                return function(iterator)
-
-        return call
+        yield
 
 
 class _Group(Engine):
@@ -124,10 +126,36 @@ class _Group(Engine):
         super().__init__(size, rank, device)
         self._on_gpu = "GPU" in device
         self._timeout = timeout
-        self._watchdog = Watchdog(timeout)
+        self._deadline: float | None = None
+        self._watchdog: threading.Thread | None = None
 
+    @contextlib.contextmanager
     def watching(self, times=1):
-        return self._watchdog.watching(times)
+        if _is_watched.get() or not tf.executing_eagerly():
+            yield
+            return
+        if self._watchdog is None:
+            self._watchdog = threading.Thread(target=self._watch, daemon=True)
+            self._watchdog.start()
+        token = _is_watched.set(True)
+        self._deadline = time.monotonic() + times * self._timeout
+        try:
+            yield
+        finally:
+            self._deadline = None
+            _is_watched.reset(token)
+
+    def _watch(self) -> None:
+        deadline = None
+        while deadline is None or time.monotonic() < deadline:
+            time.sleep(min(_LOOK_SECONDS, self._timeout / 4))
+            deadline = self._deadline
+        current: Any = context.context()
+        current.abort_collective_ops(
+            tf.errors.DEADLINE_EXCEEDED,
+            "Other processes must take part within "
+            f"{self._timeout:g} s (KMEM_TIMEOUT_SECONDS).",
+        )
 
     def gather(self, tensor, name):
         sent, received = _coded(tensor)
@@ -178,46 +206,32 @@ class _Group(Engine):
 
     def broadcast(self, tensor, name):
         sent, received = _coded(tensor)
-        arguments: dict[str, Any] = {
-            "group_size": self.size,
-            "group_key": _GROUP_KEY,
-            "instance_key": _key("broadcast", name, sent),
-        }
-        with self._timed(arguments), tf.device(self.device):
-            if self.rank == 0:
-                return received(
-                    gen_collective_ops.collective_bcast_send_v2(
-                        sent, **arguments
-                    )
-                )
-            return received(
-                gen_collective_ops.collective_bcast_recv_v2(
-                    shape=sent.shape, T=sent.dtype, **arguments
-                )
-            )
+        if self.rank == 0:
+            part = {"input": sent}
+            operation = gen_collective_ops.collective_bcast_send_v2
+        else:
+            part = {"shape": sent.shape, "T": sent.dtype}
+            operation = gen_collective_ops.collective_bcast_recv_v2
+        key = _key("broadcast", name, sent)
+        return received(self._take_part(operation, key, **part))
 
     def _call(self, operation, tensor, name, **arguments):
-        with self._timed(arguments), tf.device(self.device):
-            return operation(
-                tensor,
-                group_size=self.size,
-                group_key=_GROUP_KEY,
-                instance_key=_key(operation.__name__, name, tensor),
-                ordering_token=[],
-                **arguments,
-            )
+        key = _key(operation.__name__, name, tensor)
+        return self._take_part(
+            operation, key, input=tensor, ordering_token=[], **arguments
+        )
 
-    @contextlib.contextmanager
-    def _timed(self, arguments: dict) -> Iterator[None]:
-        """Lets a collective wait for a while only."""
-        if tf.executing_eagerly():
-            with self.watching():
-                yield
-            return
-        if not is_watching():
+    def _take_part(self, operation, key: int, **arguments) -> tf.Tensor:
+        if not tf.executing_eagerly() and not _is_watched.get():
             # Nobody knows from where a graph of a user's own is run.
             arguments["timeout_seconds"] = self._timeout
-        yield
+        with self.watching(), tf.device(self.device):
+            return operation(
+                group_size=self.size,
+                group_key=_GROUP_KEY,
+                instance_key=key,
+                **arguments,
+            )
 
 
 @functools.cache

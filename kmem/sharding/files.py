@@ -1,20 +1,33 @@
-"""Files of numbers that tell whether they are as they were written.
+"""The files of a checkpoint, which tell whether they are as they were written.
 
-A file has a CRC-32 checksum for each block of 4 MiB, which whoever writes it
-keeps elsewhere. So a reader that needs part of a file reads, and checks, that
-part alone. What this module does not do: protect from somebody who alters the
-checksums too.
+A file of numbers has a CRC-32 checksum for each block of 4 MiB, which the
+index keeps. So a reader that needs part of a file reads, and checks, that part
+alone. The index is a JSON file with a checksum of itself. It is taken only if
+writing it again gives the same bytes: no change of a single one is overlooked.
+What this module does not do: protect from somebody who alters the checksums
+too.
 """
 
 import contextlib
+import hashlib
+import json
 import os
 import pathlib
+import re
 import zlib
 from typing import Any
 
 import numpy as np
 
 BLOCK_BYTES = 2**22
+
+_INDEX = "index.json"
+_FORMAT = 2
+_BEGIN = '{"kmem checkpoint": '
+
+# In a variable's path: what Keras counts by, and a word with that.
+_NUMBER = re.compile(r"(?<=[^/_])_\d+(?![^/_])")
+_WORD = re.compile(r"[^/_]+((?:_\d+(?![^/_]))*)")
 
 
 class Writer:
@@ -88,19 +101,19 @@ class Reader:
         self._block: tuple[int, bytes] = (-1, b"")
         if not path.is_file():
             raise self._error("no such file")
-        found = path.stat().st_size
-        if found != num_bytes:
-            raise self._error(f"{found} bytes instead of {num_bytes}")
+        size = path.stat().st_size
+        if size != num_bytes:
+            raise self._error(f"{size} bytes instead of {num_bytes}")
 
     def read(self, start: int, stop: int) -> bytearray:
         """Returns the bytes from `start` to before `stop`."""
-        found = bytearray()
+        contents = bytearray()
         while start < stop:
             number, first = divmod(start, BLOCK_BYTES)
             piece = self._read_block(number)[first : first + stop - start]
-            found += piece
+            contents += piece
             start += len(piece)
-        return found
+        return contents
 
     def _read_block(self, number: int) -> bytes:
         # Small arrays lie in one block: it is read once.
@@ -118,10 +131,10 @@ class Reader:
         return self._block[1]
 
     def _error(self, received: str) -> ValueError:
-        return harmed(self._path, f"with {received}")
+        return _harmed(self._path, f"with {received}")
 
 
-def harmed(path: pathlib.Path, received: str) -> ValueError:
+def _harmed(path: pathlib.Path, received: str) -> ValueError:
     """The error of a file that is not as it was written."""
     return ValueError(
         "A checkpoint's files must be as this version of kmem wrote them: "
@@ -144,3 +157,101 @@ def replace(path: pathlib.Path, text: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def has_index(folder: pathlib.Path) -> bool:
+    return (folder / _INDEX).is_file()
+
+
+def check_is_free(folder: pathlib.Path) -> None:
+    """Checks that a folder has no index of anything else.
+
+    Raises:
+        ValueError: If it has.
+    """
+    path = folder / _INDEX
+    if has_index(folder) and not path.read_bytes().startswith(_BEGIN.encode()):
+        raise ValueError(
+            "`folder` must be one of kmem's own. Give another one, or remove "
+            f"what is not of kmem. Received: {path}, which no checkpoint has"
+        )
+
+
+def write_index(folder: pathlib.Path, content: dict) -> None:
+    """Writes an index in one go: there is the old one, or the new."""
+    replace(folder / _INDEX, _sealed({"format": _FORMAT, **content}))
+
+
+def read_index(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns what was written.
+
+    Raises:
+        OSError: If there is none, or it cannot be read.
+        ValueError: If it is not as this version of kmem writes it.
+    """
+    path = folder / _INDEX
+    contents = path.read_bytes()
+    try:
+        content = json.loads(contents)["content"]
+        if _sealed(content).encode() != contents:
+            raise ValueError("other contents than were written")
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format={content['format']}")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _harmed(path, f"({error})") from error
+    return content
+
+
+def _sealed(content: dict) -> str:
+    text = json.dumps(content)
+    checksum = hashlib.sha256(text.encode()).hexdigest()
+    return f'{_BEGIN}"{checksum}", "content": {text}}}'
+
+
+def plain(position: dict) -> dict:
+    """A position as JSON holds it: NumPy's numbers become Python's.
+
+    Raises:
+        ValueError: If it would be read as another one.
+    """
+    try:
+        as_read = json.loads(json.dumps(position, default=_number))
+        is_same = isinstance(position, dict) and as_read == position
+    except (TypeError, ValueError, RecursionError):
+        is_same = False
+    if not is_same:
+        raise ValueError(
+            "`position` must be a dictionary of what JSON holds, with strings "
+            f"as keys, such as {{'epoch': 3}}. Received: position={position!r}"
+        )
+    return as_read
+
+
+def forms(paths: list[str]) -> list[tuple[str, int]]:
+    """Variables' paths, whatever their process has made before.
+
+    Keras counts layers: what is `dense` and `dense_1` in one process may be
+    `dense_7` and `dense_8` in another. So numbers become their places among
+    those of paths that are alike otherwise.
+    """
+    numbers_of: dict[str, set] = {}
+    split = [(_NUMBER.sub("", path), _numbers(path)) for path in paths]
+    for words, numbers in split:
+        numbers_of.setdefault(words, set()).add(numbers)
+    return [
+        (words, sorted(numbers_of[words]).index(numbers))
+        for words, numbers in split
+    ]
+
+
+def _numbers(path: str) -> tuple[tuple[int, ...], ...]:
+    """What follows each word of a path."""
+    return tuple(
+        tuple(map(int, counts.split("_")[1:])) for counts in _WORD.findall(path)
+    )
+
+
+def _number(value: object) -> int | float:
+    if not isinstance(value, np.generic):
+        raise TypeError
+    return value.item()

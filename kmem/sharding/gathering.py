@@ -12,9 +12,11 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from kmem.sharding.engine import Engine
@@ -48,13 +50,18 @@ class Travel:
 
 
 @contextlib.contextmanager
-def weighed(get_weight: Callable[[], tf.Tensor | None]):
-    """Gradients that are computed within count with a weight in their sum."""
-    token = _weight.set(get_weight)
+def setting(variable: contextvars.ContextVar, value) -> Iterator[None]:
+    """Within, a context variable has a value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _weight.reset(token)
+        variable.reset(token)
+
+
+def weighed(get_weight: Callable[[], tf.Tensor | None]):
+    """Gradients that are computed within count with a weight in their sum."""
+    return setting(_weight, get_weight)
 
 
 def weight() -> tf.Tensor | None:
@@ -63,121 +70,169 @@ def weight() -> tf.Tensor | None:
     return None if get_weight is None else get_weight()
 
 
-@contextlib.contextmanager
 def without_values():
     """Within, nothing is gathered in a graph: weights are not a number."""
-    token = _unknown.set(True)
-    try:
-        yield
-    finally:
-        _unknown.reset(token)
+    return setting(_unknown, True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Shards:
-    """This process's shards of some weights.
+class Shard:
+    """This process's shard of a variable.
 
     Args:
         engine: The processes.
-        layouts: How each weight is cut.
-        values: The shards.
-        name: What names the calls in all processes.
-        travel: The dtypes to send.
-        variables: What holds the shards, if that is on another device. They
-            are copied when they are to be sent: a value that was read before
-            would be copied at once, and be there, with all others, for the
-            whole step.
+        path: The variable's path.
+        shape: Its shape.
+        value: The shard's values, a vector of `layout.length`.
+        trainable: Whether a gradient is wanted.
+        name: What names the variable in all processes. Not its path, which
+            counts the layers that a process has made.
+        home: The device that holds the shard; by default it is the usual one.
+
+    Attributes:
+        path: The variable's path.
+        layout: Its shape, and how it is cut.
+        rank: Which shard this is.
+        local: The shard, a `keras.Variable` of `[layout.length]`.
+        travel: The dtypes in which it travels.
+        home: The device that holds the shard, or `None`.
+        stays: Whether it is a shard before and after training too.
     """
 
-    engine: Engine
-    layouts: Sequence[Layout]
-    values: Sequence[tf.Tensor]
-    name: str
-    travel: Travel
-    variables: Sequence[tf.Variable] | None = None
-
-    def gather(self, after: Sequence[tf.Tensor] = ()) -> list[tf.Tensor]:
-        """Makes whole weights of every process's shards.
-
-        Args:
-            after: Tensors to wait for, in a graph.
-        """
-        if _unknown.get() and not tf.executing_eagerly():
-            return [
-                tf.fill(layout.shape, tf.constant(float("nan"), value.dtype))
-                for layout, value in zip(self.layouts, self.values, strict=True)
-            ]
-
-        def whole(together):
-            return self._linked(together, self._fetched(together, after))
-
-        return _in_calls(self.layouts, self.values, whole)
-
-    def _fetched(self, positions: list[int], after) -> list[tf.Tensor]:
-        """The whole weights, without a gradient."""
-        with tf.control_dependencies(_symbolic(after)):
-            values = self._read(positions)
-            dtype = values[0].dtype
-            sent_dtype = self.travel.gather_dtype or dtype
-            sent = tf.cast(_joined(values), sent_dtype)
-            name = f"{self.name}/{positions[0]}/gather"
-            rows = self.engine.gather(sent, name)
-        layouts = [self.layouts[i] for i in positions]
-        return [
-            tf.cast(layout.whole(row), dtype)
-            for layout, row in zip(
-                layouts, _split(rows, layouts, axis=1), strict=True
+    def __init__(
+        self,
+        engine: Engine,
+        path: str,
+        shape: tuple[int, ...],
+        value: tf.Tensor,
+        trainable: bool,
+        name: str,
+        home: str | None = None,
+    ):
+        self.engine = engine
+        self.path = path
+        self.layout = Layout(shape, engine.size)
+        self.rank = engine.rank
+        self.name = name
+        self.home = home
+        self.travel = Travel()
+        self.stays = False
+        with tf.device(home) if home else contextlib.nullcontext():
+            self.local = keras.Variable(
+                tf.identity(value),
+                dtype=value.dtype.name,
+                autocast=False,
+                name="shard",
             )
-        ]
+        # To TensorFlow it is trainable in any case: layers are unfrozen.
+        self.local.trainable = trainable
 
-    def _read(self, positions: list[int]) -> list[tf.Tensor]:
-        if self.variables is None:
-            return [tf.stop_gradient(self.values[i]) for i in positions]
-        # By itself: it is the value given whose gradient is wanted.
+    @property
+    def variable(self) -> tf.Variable:
+        """The shard in TensorFlow."""
+        # Private in Keras; see `kmem.step.capture.DiscardedState`.
+        return self.local._value
+
+    @property
+    def value(self) -> tf.Tensor:
+        """The shard's value, where a step may have put another one."""
+        value = self.local.value
+        return value if self.local.trainable else tf.stop_gradient(value)
+
+    def read_full(self) -> tf.Tensor:
+        """The whole array, in its own dtype. All processes have to call it."""
+        travel = dataclasses.replace(self.travel, gather_dtype=None)
+        try:
+            (whole,) = gathered([self], self.name, travel=travel)
+        except tf.errors.DeadlineExceededError as error:
+            raise RuntimeError(
+                "A variable that is in shards must be read by all processes "
+                "together; so must a model that is saved or called. Received: "
+                f"{self.path} in process {self.rank}, without some of the "
+                "others. All processes have to be started again"
+            ) from error
+        return whole
+
+    def write_full(self, whole: tf.Tensor) -> None:
+        """Takes its part of a whole array, which all processes are given."""
+        put(self.variable, self.layout.cut(whole, self.rank))
+
+
+def gathered(
+    shards: Sequence[Shard],
+    name: str,
+    after: Sequence[tf.Tensor] = (),
+    travel: Travel | None = None,
+) -> list[tf.Tensor]:
+    """The whole arrays, whose gradients are those of the shards.
+
+    Args:
+        shards: The shards, of variables that all processes give in one order.
+        name: What names the calls in all processes.
+        after: Tensors to wait for, in a graph.
+        travel: The dtypes to send; by default those of the shards.
+    """
+    travel = travel or shards[0].travel
+    engine = shards[0].engine
+    layouts = [shard.layout for shard in shards]
+    values = [shard.value for shard in shards]
+    if _unknown.get() and not tf.executing_eagerly():
         return [
-            tf.raw_ops.ReadVariableOp(resource=v.handle, dtype=v.dtype)
-            for v in (self.variables[i] for i in positions)
+            tf.fill(layout.shape, tf.constant(float("nan"), value.dtype))
+            for layout, value in zip(layouts, values, strict=True)
         ]
 
-    def _linked(
-        self, positions: list[int], wholes: list[tf.Tensor]
-    ) -> list[tf.Tensor]:
-        """The whole weights, whose gradients are those of the shards."""
-        layouts = [self.layouts[i] for i in positions]
+    def gathered_together(positions):
+        own = [values[i] for i in positions]
+        cuts = [layouts[i] for i in positions]
+        call = f"{name}/{positions[0]}"
+        with tf.control_dependencies(_symbolic(after)):
+            read = [_read(shards[i], values[i]) for i in positions]
+            sent = tf.cast(_joined(read), travel.gather_dtype or own[0].dtype)
+            rows = engine.gather(sent, f"{call}/gather")
+        wholes = [
+            tf.cast(layout.whole(row), own[0].dtype)
+            for layout, row in zip(cuts, _split(rows, cuts, 1), strict=True)
+        ]
 
         def gradient(*gradients):
-            own = weight()
-            gradients = [_weighted(g, own) for g in gradients]
-            if not self.travel.reduces:
+            share = weight()
+            if share is not None:
+                gradients = [
+                    tf.convert_to_tensor(g) * tf.cast(share, g.dtype)
+                    for g in gradients
+                ]
+            if not travel.reduces:
                 return gradients
-            name = f"{self.name}/{positions[0]}"
-            return _scattered(
-                self.engine, layouts, gradients, name, self.travel
-            )
+            return _scattered(engine, cuts, gradients, call, travel)
 
         link: Any = tf.custom_gradient(lambda *_: (wholes, gradient))
-        return link(*[self.values[i] for i in positions])
+        return link(*own)
+
+    return _in_calls(layouts, values, gathered_together)
 
 
-def scatter(
-    engine: Engine,
-    layouts: Sequence[Layout],
-    gradients: Sequence[tf.Tensor],
-    name: str,
-    travel: Travel,
-) -> list[tf.Tensor]:
-    """Cuts the sums over the processes of whole gradients."""
+def _read(shard: Shard, value: tf.Tensor) -> tf.Tensor:
+    """What is sent of a shard, without a gradient.
 
-    def scattered(together):
-        return _scattered(
-            engine,
-            [layouts[i] for i in together],
-            [gradients[i] for i in together],
-            f"{name}/{together[0]}",
-            travel,
-        )
+    A shard on another device is copied when it is to be sent: a value that
+    was read before would be copied at once, and be there, with all others,
+    for the whole step.
+    """
+    if not shard.home:
+        return tf.stop_gradient(value)
+    # By itself: it is the value given whose gradient is wanted.
+    return tf.raw_ops.ReadVariableOp(
+        resource=shard.variable.handle, dtype=value.dtype
+    )
 
-    return _in_calls(layouts, gradients, scattered)
+
+def scatter(shard: Shard, gradient: tf.Tensor) -> tf.Tensor:
+    """Cuts the sum over the processes of a whole gradient."""
+    name = f"{shard.name}/0"
+    (own,) = _scattered(
+        shard.engine, [shard.layout], [gradient], name, shard.travel
+    )
+    return own
 
 
 def _scattered(engine, layouts, gradients, name, travel) -> list[tf.Tensor]:
@@ -205,12 +260,6 @@ def _symbolic(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     ]
 
 
-def _weighted(gradient, own):
-    if own is None:
-        return gradient
-    return tf.convert_to_tensor(gradient) * tf.cast(own, gradient.dtype)
-
-
 def _joined(tensors: list[tf.Tensor]) -> tf.Tensor:
     return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis=-1)
 
@@ -221,19 +270,21 @@ def _split(joined: tf.Tensor, layouts, axis: int) -> list[tf.Tensor]:
 
 
 def _in_calls(layouts, tensors, deed: Callable) -> list[tf.Tensor]:
-    """What a deed finds for the positions of each call, in their order."""
-    found: dict[int, tf.Tensor] = {}
-    for together in _calls(layouts, tensors):
-        found |= dict(zip(together, deed(together), strict=True))
-    return [found[i] for i in range(len(tensors))]
-
-
-def _calls(layouts, tensors) -> list[list[int]]:
-    """Which arrays travel together: positions, of one dtype."""
+    """What a deed gives for the positions of arrays that travel together,
+    which are of one dtype."""
     alone, together = [], {}
     for i, (layout, tensor) in enumerate(zip(layouts, tensors, strict=True)):
         if layout.num_elements * tensor.dtype.size >= _LARGE_BYTES:
             alone.append([i])
         else:
             together.setdefault(tensor.dtype, []).append(i)
-    return [*alone, *together.values()]
+    results: dict[int, tf.Tensor] = {}
+    for positions in (*alone, *together.values()):
+        results |= dict(zip(positions, deed(positions), strict=True))
+    return [results[i] for i in range(len(tensors))]
+
+
+def put(variable: tf.Variable, value: tf.Tensor) -> None:
+    """Assigns a value, whatever is there now."""
+    # `assign` checks its shape against the one that is there.
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)

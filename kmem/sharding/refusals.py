@@ -1,11 +1,14 @@
 """What cannot be trained in shards, and is refused before anything changes."""
 
 import inspect
+import os
 
 import keras
 import tensorflow as tf
 
+from kmem.launching.cluster import Cluster
 from kmem.options import MemoryOptions
+from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
 from kmem.sharding.variables import ShardedVariable
 from kmem.step.capture import all_layers
@@ -46,19 +49,39 @@ def check(model: keras.Model, options: MemoryOptions) -> None:
         _check_weight(variable)
 
 
+def can_be_offloaded(model: keras.Model, options: MemoryOptions) -> bool:
+    """Whether a model's state can be kept outside of its device.
+
+    Args:
+        model: A compiled model that has its variables.
+        options: The options under which it trains besides.
+    """
+    # Several processes would have to do it together.
+    config = os.environ.get("TF_CONFIG")
+    if options.sharding is not None or (config and Cluster(config).size > 1):
+        return False
+    if not any(_is_elsewhere(v) for v in model.trainable_variables):
+        return False
+    try:
+        check(model, options)
+    except ValueError:
+        return False
+    return True
+
+
 def _check_update(optimizer, kinds: tuple) -> None:
     kind = type(optimizer)
-    known = next((k for k in kind.__mro__ if k in kinds), None)
+    base = next((k for k in kind.__mro__ if k in kinds), None)
     names = ", ".join(each.__name__ for each in kinds)
-    if known is None:
+    if base is None:
         raise ValueError(
             "`sharding` needs an optimizer that updates every number by "
             f"itself: {names}. Received: optimizer={kind.__name__}"
         )
-    for name, method in inspect.getmembers(known, inspect.isfunction):
+    for name, method in inspect.getmembers(base, inspect.isfunction):
         if getattr(kind, name) is not method and name not in _MAY_DIFFER:
             raise ValueError(
-                "`sharding` gives an optimizer parts of the weights, so that "
+                "`sharding` gives an optimizer shards of the weights, so that "
                 f"it must be one of Keras's own: {names}, or a subclass that "
                 f"leaves what they compute as it is. Received: optimizer="
                 f"{kind.__name__}, whose `{name}` is its own"
@@ -130,3 +153,12 @@ def _check_in_shards(model, options: MemoryOptions) -> None:
             "one with `kmem.plan` of a model like it before. "
             f"Received: remat={options.remat}"
         )
+
+
+def _is_elsewhere(variable: keras.Variable) -> bool:
+    host = tf.DeviceSpec.from_string(Engine().host)
+    device = tf.DeviceSpec.from_string(variable.value.device)
+    return (device.device_type, device.device_index) != (
+        host.device_type,
+        host.device_index,
+    )

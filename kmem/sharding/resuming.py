@@ -4,16 +4,27 @@ Like Keras's `BackupAndRestore`, for models in shards, and to the batch. What
 it does not do: bring back the order in which `fit` shuffles. A training that
 is to go on as if nothing had happened needs `shuffle=False`, or data whose
 order depends on the epoch alone.
+
+SIGTERM ends a training only once it is saved: so are jobs ended that others
+take the place of, or whose time is over. The signal may come to one process of
+several, and all of them have to save the same step: after each step they ask
+each other. What this module does not do: look for the signal within a step, or
+in validation.
 """
 
+import os
 import pathlib
+import signal
+import threading
+from types import FrameType
 from typing import Any
 
 import keras
 
 from kmem.base.checks import positive_int
+from kmem.sharding import agreeing
 from kmem.sharding import checkpoint
-from kmem.sharding import ending
+from kmem.sharding.engine import engine
 from kmem.step.capture import optimizers
 
 
@@ -80,7 +91,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self._skipped = self._unsaved = 0
         model: Any = self.model
-        self._ending = ending.Ending(model)
+        self._ending = _Ending(model)
         self._ending.begin()
         if not checkpoint.exists(self._folder):
             return
@@ -123,7 +134,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         position = {"epoch": epoch, "batch": batch}
         checkpoint.save(model, self._folder, position)
         if ends:
-            self._ending.come()
+            self._ending.end(comes=True)
 
     def _is_due(self) -> bool:
         return self._every is not None and self._unsaved >= self._every
@@ -148,3 +159,54 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             return {}
 
         model.train_function = skip
+
+
+class _Ending:
+    """SIGTERM, while a model is trained by this process's main thread.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        self._came = False
+        # What SIGTERM did before.
+        self._before: Any = None
+
+    def begin(self) -> None:
+        """Lets the signal wait."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+
+    def is_near(self) -> bool:
+        """Whether the signal came to any process. All have to call it."""
+        return bool(agreeing.ranks_where(engine(), self._came, "sigterm"))
+
+    def end(self, comes: bool = False) -> None:
+        """Lets the signal wait no more.
+
+        Args:
+            comes: Whether it comes now, as it does if it came before.
+        """
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+        comes, self._came = comes or self._came, False
+        if comes:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # An error may have ended the training: nobody tells a callback.
+        if self._came or not self._is_training(frame):
+            self.end(comes=True)
+        self._came = True
+
+    def _is_training(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_code.co_name == "fit" and (
+                frame.f_locals.get("self") is self._model
+            ):
+                return True
+            frame = frame.f_back
+        return False

@@ -10,17 +10,23 @@ fewer rows than there are processes is computed by each of them, and counts
 What a step changes besides the weights is added up as well, as changes: those
 of a metric's state, of which each is a sum over rows, and the mean of those
 of statistics, such as batch normalization's. So every process has the same
-state after every step. Numbers of random seeds are the exception: processes
-draw different ones.
+state after every step. Random seeds are the exception. A layer's dropout has
+to differ between processes, as it would between the rows of one batch; but
+TensorFlow's own seed, with which Keras shuffles, is one in all of them.
 """
 
 import contextlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+# Private in TensorFlow: whether a seed was set. test_sharding_engine.py
+# fails if it moves.
+from tensorflow.python.eager import context
 
 from kmem.sharding import gathering
 from kmem.sharding.engine import Engine
@@ -31,6 +37,9 @@ from kmem.step.parts import slice_rows
 from kmem.step.patching import attribute
 from kmem.step.processes import Alone
 from kmem.step.processes import Slice
+
+# How far apart the seeds of two processes are.
+_STEP = 0x9E3779B1
 
 
 class Slices(Alone):
@@ -86,12 +95,12 @@ class Slices(Alone):
             return keras.tree.map_structure(_identity, data)
 
     def add_up(self, tensors, variables, batch):
-        kept = [isinstance(v, ShardedVariable) for v in variables]
-        small = [t for t, keep in zip(tensors, kept, strict=True) if not keep]
+        is_cut = [isinstance(v, ShardedVariable) for v in variables]
+        small = [t for t, cut in zip(tensors, is_cut, strict=True) if not cut]
         totals = iter(self._total(small, "logs"))
         sums = [
-            tensor if keep else next(totals)
-            for tensor, keep in zip(tensors, kept, strict=True)
+            tensor if cut else next(totals)
+            for tensor, cut in zip(tensors, is_cut, strict=True)
         ]
         if not self._later:
             sums = self._cut(sums, variables)
@@ -105,13 +114,13 @@ class Slices(Alone):
         pairs = list(zip(gradients, variables, strict=True))
         # The last layer's first, as a backward pass makes them: a graph sends
         # them in this order, and can then free them as they are made.
-        found = [
-            self._scattered(gradient, variable)
+        shards = [
+            gathering.scatter(variable.shard, gradient)
             if gradient is not None and self._is_whole(variable)
             else gradient
             for gradient, variable in reversed(pairs)
         ]
-        return found[::-1]
+        return shards[::-1]
 
     @contextlib.contextmanager
     def sharing_state(self, model, batch):
@@ -167,13 +176,6 @@ class Slices(Alone):
         mirrored = isinstance(variable, MirroredVariable)
         return mirrored or not variable.shard.travel.reduces
 
-    def _scattered(self, gradient, variable) -> tf.Tensor:
-        shard = variable.shard
-        (own,) = gathering.scatter(
-            self._engine, [shard.layout], [gradient], shard.name, shard.travel
-        )
-        return own
-
     def _total(self, tensors: list, name: str) -> list:
         """The sums of small tensors, in one call."""
         if not tensors or self._engine.size == 1:
@@ -186,6 +188,73 @@ class Slices(Alone):
             tf.cast(tf.reshape(total, t.shape), t.dtype)
             for total, t in zip(totals, tensors, strict=True)
         ]
+
+
+@contextlib.contextmanager
+def synchronized(engine: Engine) -> Iterator[None]:
+    """Within, layers add up over the processes, as over a strategy's replicas.
+
+    Keras's synchronized batch normalization, and layers of one's own, ask
+    `tf.distribute.get_replica_context()` for that. The gradient of a sum is
+    the sum of the gradients that the processes have for it, each with its
+    share of the batch.
+    """
+
+    def total(tensor):
+        def gradient(of_sum):
+            weight = gathering.weight()
+            if weight is None:
+                return engine.all_reduce(of_sum, "replicas")
+            weight = tf.cast(weight, of_sum.dtype)
+            # The weights' gradients will count with this process's own.
+            return engine.all_reduce(of_sum * weight, "replicas") / weight
+
+        return engine.all_reduce(tensor, "replicas"), gradient
+
+    link: Any = tf.custom_gradient(total)
+
+    def all_reduce(reduce_op, value, options=None):
+        is_mean = reduce_op in (tf.distribute.ReduceOp.MEAN, "MEAN")
+        scale = engine.size if is_mean else 1
+        return tf.nest.map_structure(
+            lambda tensor: link(tf.convert_to_tensor(tensor)) / scale, value
+        )
+
+    # The one that there is without a strategy.
+    replica = tf.distribute.get_replica_context()
+    with attribute(replica, "all_reduce", all_reduce):
+        yield
+
+
+def agree_on_seed(engine: Engine) -> None:
+    """Sets TensorFlow's seed to that of process 0, unless all have it."""
+    if engine.size == 1:
+        return
+    own = context.global_seed()
+    seeds = engine.gather(tf.constant([-1 if own is None else own]), "seed")
+    values = set(seeds.numpy().ravel())
+    if len(values) > 1 or -1 in values:
+        drawn = tf.constant([random.randrange(2**31)])
+        tf.random.set_seed(int(engine.broadcast(drawn, "seed")[0]))
+
+
+@contextlib.contextmanager
+def seeded(model, engine: Engine) -> Iterator[None]:
+    """Within, layers draw other random numbers in each process."""
+    _turn(model, engine.rank * _STEP)
+    try:
+        yield
+    finally:
+        _turn(model, -engine.rank * _STEP)
+
+
+def _turn(model, step: int) -> None:
+    for variable in model.variables if step else ():
+        # Of a `keras.random.SeedGenerator`: a seed, and how often it was used.
+        if variable.name == "seed_generator_state":
+            value = variable.numpy().astype(np.int64)
+            value[0] += step
+            variable.assign(value.astype(variable.dtype))
 
 
 def _divided(tensor, copies):
@@ -201,13 +270,13 @@ def _of_metrics(model) -> list:
 @contextlib.contextmanager
 def _assigned(variables: list) -> Iterator[dict[int, Any]]:
     """Collects the variables that are assigned within."""
-    found: dict[int, Any] = {}
+    assigned: dict[int, Any] = {}
 
     def noting(variable):
         assign = variable._direct_assign
 
         def note(value):
-            found[id(variable)] = variable
+            assigned[id(variable)] = variable
             assign(value)
 
         return note
@@ -217,7 +286,7 @@ def _assigned(variables: list) -> Iterator[dict[int, Any]]:
             note = noting(variable)
             # Private in Keras: through it, every assignment.
             stack.enter_context(attribute(variable, "_direct_assign", note))
-        yield found
+        yield assigned
 
 
 def _identity(leaf):

@@ -1,6 +1,6 @@
-"""A model's training in shards: begun, and ended again.
+"""A model in shards: while it is trained, or from when it is built.
 
-While it lasts the model's weights, frozen ones too, and the optimizer's
+While training lasts the model's weights, frozen ones too, and the optimizer's
 variables are shards. Scalars, what layers assign themselves, and the smallest
 weights stay whole: to gather a bias takes about as long as to gather a kernel.
 When it ends they are gathered, one after another, and every process has the
@@ -12,6 +12,7 @@ They take as long as in one process.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -21,19 +22,16 @@ import keras
 import tensorflow as tf
 
 from kmem.options import Sharding
-from kmem.sharding import replicas
-from kmem.sharding import seeds
+from kmem.sharding import slices
 from kmem.sharding import units
-from kmem.sharding import updating
 from kmem.sharding import variables
 from kmem.sharding.engine import engine
 from kmem.sharding.gathering import Travel
 from kmem.sharding.slices import Slices
+from kmem.sharding.updating import ShardedOptimizer
 from kmem.sharding.variables import MirroredVariable
 from kmem.sharding.variables import ShardedVariable
-from kmem.step.accumulation import build_optimizer
 from kmem.step.capture import all_layers
-from kmem.step.patching import attribute
 
 # Of what a process holds, what may be whole.
 _WHOLE = 0.005
@@ -64,6 +62,9 @@ class ShardedTraining:
         self._option = option
         self._engine = engine()
         self._home = self._engine.host if option.cpu_offload else None
+        self._updates = ShardedOptimizer(
+            optimizer, model, self._engine, self._home
+        )
         self._units = units.find(model, option.units)
         self._most_whole = _most_whole(_weights(model), self._engine.size)
         self._during = contextlib.ExitStack()
@@ -78,7 +79,7 @@ class ShardedTraining:
     def start(self) -> None:
         """Makes shards of what process 0 has. All processes have to call it."""
         make_whole(self._model)
-        seeds.agree(self._engine)
+        slices.agree_on_seed(self._engine)
         mirrored = self._option.stage == "optimizer"
         weights = self._cut(_weights(self._model))
         for number, variable in enumerate(weights):
@@ -94,17 +95,17 @@ class ShardedTraining:
                 )
             variable.shard.travel = self._travel
             variable.shard.local.trainable = variable.trainable
-        self._shard_optimizer()
+        self._updates.cut(self._cut)
         slots = self._cut(self._optimizer.variables)
-        known = {id(v) for v in (*weights, *slots)}
+        cut = {id(v) for v in (*weights, *slots)}
         rest = [*self._model.variables, *self._optimizer.variables]
         for number, variable in enumerate(rest):
-            if id(variable) not in known:
+            if id(variable) not in cut:
                 value = tf.convert_to_tensor(variable.value)
                 name = f"state {number}"
                 variable.assign(self._engine.broadcast(value, name))
-        self._during.enter_context(seeds.turned(self._model, self._engine))
-        self._during.enter_context(self._finalizing())
+        self._during.enter_context(slices.seeded(self._model, self._engine))
+        self._during.enter_context(self._updates.finalizing())
 
     def stop(self, failed: bool = False) -> None:
         """Makes the model whole again. All processes have to call it.
@@ -124,7 +125,7 @@ class ShardedTraining:
 
     def watched(self, function: Callable) -> Callable:
         """A model's function, which may not wait for others for too long."""
-        return self._engine.watched(function, self._model.steps_per_execution)
+        return self._engine.watching(self._model.steps_per_execution)(function)
 
     @contextlib.contextmanager
     def forward(self, training: bool) -> Iterator[None]:
@@ -132,58 +133,13 @@ class ShardedTraining:
         keeps = not training or self._option.stage != "full"
         with (
             units.applied(self._units, keeps),
-            replicas.synchronized(self._engine),
+            slices.synchronized(self._engine),
         ):
             yield
 
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """Within, the optimizer is given shards."""
-        apply = self._optimizer.apply
-
-        def apply_to_shards(grads, trainable_variables=None):
-            grads = list(grads)
-            weights = trainable_variables or self._model.trainable_variables
-            pairs = zip(grads, weights, strict=True)
-            known = [(g, v) for g, v in pairs if g is not None]
-            with (
-                updating.of_all(
-                    self._optimizer, self._engine, [v for _, v in known]
-                ),
-                self._updated([g for g, _ in known]),
-            ):
-                apply(grads, trainable_variables)
-
-        with (
-            variables.as_shards(),
-            attribute(self._optimizer, "apply", apply_to_shards),
-            self._at_home(),
-        ):
-            yield
-
-    def _updated(self, after=()):
-        """A context: weights that stay whole are made anew of shards."""
-        mirrored = [
-            variable
-            for variable in self._model.trainable_variables
-            if isinstance(variable, MirroredVariable)
-        ]
-        return variables.updated(mirrored, "publish", after)
-
-    def _at_home(self):
-        """A context: operations run where the shards are."""
-        return tf.device(self._home) if self._home else contextlib.nullcontext()
-
-    def _finalizing(self):
-        """Lets Keras put averages in the place of weights, at the end."""
-        optimizer = self._model.optimizer
-        finalize = optimizer.finalize_variable_values
-
-        def finalize_shards(weights):
-            with self.updating(), self._updated():
-                finalize(weights)
-
-        return attribute(optimizer, "finalize_variable_values", finalize_shards)
+    def updating(self):
+        """A context: the optimizer is given shards."""
+        return self._updates.updating()
 
     def _cut(self, variables: list) -> list:
         """Those that are shards while the model is trained."""
@@ -193,36 +149,6 @@ class ShardedTraining:
             if isinstance(variable, ShardedVariable)
             or math.prod(variable.shape) > self._most_whole
         ]
-
-    def _shard_optimizer(self) -> None:
-        optimizer = self._optimizer
-        if optimizer.built:
-            for number, variable in enumerate(self._cut(optimizer.variables)):
-                if not isinstance(variable, ShardedVariable):
-                    name = f"slot {number}"
-                    variables.shard(
-                        variable, self._engine, name, home=self._home
-                    )
-            return
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        make = inner.add_variable_from_reference
-        made = []
-
-        def make_shard(reference_variable, *args, **kwargs):
-            variable = make(reference_variable, *args, **kwargs)
-            if isinstance(reference_variable, ShardedVariable):
-                made.append((variable, reference_variable.shard))
-            return variable
-
-        with (
-            variables.as_shards(),
-            self._at_home(),
-            attribute(inner, "add_variable_from_reference", make_shard),
-        ):
-            build_optimizer(optimizer, self._model.trainable_variables)
-        for number, (variable, reference) in enumerate(made):
-            name = f"slot {number}"
-            variables.adopt(variable, reference, name, self._home)
 
 
 def make_whole(model: keras.Model) -> None:
@@ -253,17 +179,17 @@ def check_whole(model: keras.Model) -> None:
 def stored(variables: list) -> list:
     """What holds the values of Keras variables: shards, of those that are cut,
     which each process can read and assign by itself."""
-    found = []
+    holders = []
     for variable in variables:
         if not isinstance(variable, ShardedVariable):
-            found.append(variable)
+            holders.append(variable)
             continue
         if isinstance(variable, MirroredVariable):
-            found.append(variable)
+            holders.append(variable)
         # After the whole, which would be written to it with fewer digits.
         if variable.holds_shard:
-            found.append(variable.shard.local)
-    return found
+            holders.append(variable.shard.local)
+    return holders
 
 
 def _weights(model) -> list:
@@ -272,12 +198,12 @@ def _weights(model) -> list:
     `_trainable_variables` is private in Keras: the weights of a layer itself,
     whether it is frozen or not. test_sharding.py fails if it moves.
     """
-    found = {
+    weights = {
         id(variable): variable
         for layer in all_layers(model)
         for variable in layer._trainable_variables
     }
-    return list(found.values())
+    return list(weights.values())
 
 
 def _most_whole(weights: list, size: int) -> int:
@@ -296,3 +222,68 @@ def _most_whole(weights: list, size: int) -> int:
             break
         most = max(most, count)
     return most
+
+
+class ShardedStrategy:
+    """Processes that hold a model together.
+
+    Making one joins the processes that TF_CONFIG names, so it comes before
+    TensorFlow's first operation; processes that `kmem launch` has started have
+    joined before. A model that is built in its scope is cut as
+    it is built: a process holds its shards, and one layer's weight at a time.
+    It stays in shards after `fit`. Reading a weight, calling the model and
+    saving it take all processes then.
+
+    A model that is made as usual needs no scope: it is cut when `fit` begins,
+    and whole again when `fit` ends.
+
+    Attributes:
+        num_processes: The number of processes.
+        rank: This one's number.
+
+    Example:
+
+    ```python
+    import keras
+
+    import kmem
+
+    strategy = kmem.ShardedStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    x, y = keras.random.normal((64, 8)), keras.random.normal((64, 1))
+    kmem.wrap(model).fit(x, y, sharding="full", verbose=0)
+    ```
+    """
+
+    def __init__(self):
+        self._engine = engine()
+        self.num_processes = self._engine.size
+        self.rank = self._engine.rank
+        self._num_weights = 0
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Within, layers cut their weights as they make them.
+
+        A model that is built later, by its first batch, is cut then, if that
+        comes within the scope too.
+        """
+        add_weight = keras.layers.Layer.add_weight
+
+        @functools.wraps(add_weight)
+        def add_shard(layer, *args, **kwargs):
+            variable = add_weight(layer, *args, **kwargs)
+            if variable.trainable and variables.can_be_cut(variable):
+                name = f"weight {self._num_weights}"
+                self._num_weights += 1
+                variables.shard(variable, self._engine, name)
+                variable.shard.stays = True
+            return variable
+
+        keras.layers.Layer.add_weight = add_shard
+        try:
+            yield
+        finally:
+            keras.layers.Layer.add_weight = add_weight

@@ -22,24 +22,12 @@ import keras
 import tensorflow as tf
 
 from kmem import remat
-from kmem.sharding.shard import gathered
+from kmem.sharding.gathering import gathered
 from kmem.sharding.variables import ShardedVariable
 from kmem.sharding.variables import prepared
 from kmem.step.capture import all_layers
 from kmem.step.capture import children
 from kmem.step.patching import attribute
-
-
-class Line:
-    """Units in the order in which they run, forward and then backward."""
-
-    def __init__(self):
-        self._inputs: list[tf.Tensor] = []
-
-    def next(self, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-        """The inputs of the unit before this one; its own of the first."""
-        before, self._inputs = self._inputs or inputs, inputs
-        return before
 
 
 class Unit:
@@ -49,7 +37,7 @@ class Unit:
         layer: The layer.
         name: What names it in all processes.
         keeps: Whether the backward pass is left the weights.
-        line: The units that have run.
+        line: The inputs of the unit that ran last.
     """
 
     def __init__(
@@ -57,7 +45,7 @@ class Unit:
         layer: keras.layers.Layer,
         name: str,
         keeps: bool,
-        line: Line,
+        line: list[tf.Tensor],
     ):
         self.layer = layer
         self._name = name
@@ -80,7 +68,7 @@ class Unit:
 
     def _run(self, *args, **kwargs) -> Any:
         regularized = self._regularized()
-        penalties = [v.regularizer.plain for v in regularized]
+        functions = [v.regularizer.plain for v in regularized]
 
         def run(*args, **kwargs):
             with self._gathered((args, kwargs)):
@@ -89,7 +77,7 @@ class Unit:
                 return result, [
                     penalty(variable)
                     for penalty, variable in zip(
-                        penalties, regularized, strict=True
+                        functions, regularized, strict=True
                     )
                 ]
 
@@ -98,18 +86,18 @@ class Unit:
         within = remat.is_running()
         if not (self._keeps or within) and self._gathers_again(args, kwargs):
             run = remat.recompute(run, check=False, keep_residuals=True)
-        result, found = run(*args, **kwargs)
+        result, penalties = run(*args, **kwargs)
         if not within:
-            known = zip(map(id, regularized), found, strict=True)
-            self._penalties.update(known)
+            by_variable = zip(map(id, regularized), penalties, strict=True)
+            self._penalties.update(by_variable)
         return result
 
     def _penalty_of(self, variable):
         plain = variable.regularizer
 
         def penalty(value):
-            known = self._penalties.pop(id(variable), None)
-            return plain(value) if known is None else known
+            computed = self._penalties.pop(id(variable), None)
+            return plain(value) if computed is None else computed
 
         penalty.plain = plain
         return penalty
@@ -142,7 +130,10 @@ class Unit:
         if not variables:
             return contextlib.nullcontext()
         inputs = tf.nest.flatten(arguments, expand_composites=True)
-        after = inputs if remat.is_repeating() else self._line.next(inputs)
+        after = inputs
+        if not remat.is_repeating():
+            # Forward, while the unit before runs.
+            after, self._line[:] = self._line[:] or inputs, inputs
         shards = [variable.shard for variable in variables]
         return prepared(variables, gathered(shards, self._name, after))
 
@@ -158,8 +149,8 @@ def find(model, names: tuple[str, ...] | None) -> list[keras.layers.Layer]:
         ValueError: If a name is no layer's.
     """
     names = names or ()
-    known = {layer.name for layer in all_layers(model)}
-    missing = [name for name in names if name not in known]
+    layers = {layer.name for layer in all_layers(model)}
+    missing = [name for name in names if name not in layers]
     if missing:
         raise ValueError(
             "`units` must be names of layers. "
@@ -176,7 +167,7 @@ def applied(layers: list, keeps: bool) -> Iterator[None]:
         layers: The units.
         keeps: Whether the backward pass is left the weights.
     """
-    line = Line()
+    line: list[tf.Tensor] = []
     with contextlib.ExitStack() as stack:
         for number, layer in enumerate(layers):
             unit = Unit(layer, f"unit {number}", keeps, line)

@@ -7,73 +7,177 @@ weight decays depends on its name, or its shape: those of the whole.
 """
 
 import contextlib
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kmem.sharding import variables
 from kmem.sharding.engine import Engine
+from kmem.sharding.variables import MirroredVariable
 from kmem.sharding.variables import ShardedVariable
+from kmem.step.accumulation import build_optimizer
 from kmem.step.patching import attribute
 
 
-@contextlib.contextmanager
-def of_all(optimizer, engine: Engine, weights: list) -> Iterator[None]:
-    """Lets an optimizer clip, and look for infinities, over all processes.
+class ShardedOptimizer:
+    """An optimizer whose variables are shards.
 
     `_clip_gradients` and `_use_weight_decay` are private in Keras;
     test_sharding.py and test_sharding_fit.py fail if they move.
 
     Args:
-        optimizer: The optimizer, which is given shards.
+        optimizer: The optimizer.
+        model: What it trains.
         engine: The processes.
-        weights: The weights whose gradients are not `None`.
+        home: The device that holds the shards; by default the usual one.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    plain_clip = inner._clip_gradients
-    plain_use = inner._use_weight_decay
-    cut = [v for v in weights if isinstance(v, ShardedVariable)]
-    wholes = {v.shard.variable._unique_id: v.whole for v in cut}
 
-    def clip(gradients):
-        if not (inner.clipnorm or inner.global_clipnorm):
-            return plain_clip(gradients)
-        known = [g for g in gradients if g is not None]
-        squares = [
-            # What is whole is in every process.
-            tf.reduce_sum(tf.square(g))
-            / (1 if isinstance(v, ShardedVariable) else engine.size)
-            for g, v in zip(known, weights, strict=True)
+    def __init__(
+        self,
+        optimizer,
+        model: keras.Model,
+        engine: Engine,
+        home: str | None = None,
+    ):
+        self._optimizer = optimizer
+        self._inner = getattr(optimizer, "inner_optimizer", optimizer)
+        self._model = model
+        self._engine = engine
+        self._home = home
+
+    def cut(self, select: Callable[[list], list]) -> None:
+        """Makes shards of its variables, which may be yet to be made.
+
+        Args:
+            select: Those of variables that are to be shards.
+        """
+        if not self._optimizer.built:
+            self._build()
+            return
+        for number, variable in enumerate(select(self._optimizer.variables)):
+            if not isinstance(variable, ShardedVariable):
+                name = f"slot {number}"
+                variables.shard(variable, self._engine, name, home=self._home)
+
+    def _build(self) -> None:
+        make = self._inner.add_variable_from_reference
+        pairs = []
+
+        def make_shard(reference_variable, *args, **kwargs):
+            variable = make(reference_variable, *args, **kwargs)
+            if isinstance(reference_variable, ShardedVariable):
+                pairs.append((variable, reference_variable.shard))
+            return variable
+
+        with (
+            variables.as_shards(),
+            self._at_home(),
+            attribute(self._inner, "add_variable_from_reference", make_shard),
+        ):
+            build_optimizer(self._optimizer, self._model.trainable_variables)
+        for number, (variable, reference) in enumerate(pairs):
+            variables.adopt(variable, reference, f"slot {number}", self._home)
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Within, the optimizer is given shards."""
+        apply = self._optimizer.apply
+
+        def apply_to_shards(grads, trainable_variables=None):
+            grads = list(grads)
+            weights = trainable_variables or self._model.trainable_variables
+            pairs = zip(grads, weights, strict=True)
+            pairs = [(g, v) for g, v in pairs if g is not None]
+            with (
+                self._looking_at_all([v for _, v in pairs]),
+                self._updated([g for g, _ in pairs]),
+            ):
+                apply(grads, trainable_variables)
+
+        with (
+            variables.as_shards(),
+            attribute(self._optimizer, "apply", apply_to_shards),
+            self._at_home(),
+        ):
+            yield
+
+    def finalizing(self):
+        """A context: Keras may put averages in the place of weights."""
+        optimizer: Any = self._model.optimizer
+        finalize = optimizer.finalize_variable_values
+
+        def finalize_shards(weights):
+            with self.updating(), self._updated():
+                finalize(weights)
+
+        return attribute(optimizer, "finalize_variable_values", finalize_shards)
+
+    def _updated(self, after=()):
+        """A context: weights that stay whole are made anew of shards."""
+        mirrored = [
+            variable
+            for variable in self._model.trainable_variables
+            if isinstance(variable, MirroredVariable)
         ]
-        squares = engine.all_reduce(tf.stack(squares), "norms")
-        if inner.clipnorm:
-            norms = tf.unstack(tf.sqrt(squares))
-            limit = inner.clipnorm
-        else:
-            norms = [tf.sqrt(tf.reduce_sum(squares))] * len(known)
-            limit = inner.global_clipnorm
-        clipped = iter(
-            g * limit / tf.maximum(norm, limit)
-            for g, norm in zip(known, norms, strict=True)
-        )
-        return [None if g is None else next(clipped) for g in gradients]
+        return variables.updated(mirrored, "publish", after)
 
-    def use(variable):
-        return plain_use(wholes.get(variable._unique_id, variable))
+    def _at_home(self):
+        """A context: operations run where the shards are."""
+        return tf.device(self._home) if self._home else contextlib.nullcontext()
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(attribute(inner, "_clip_gradients", clip))
-        stack.enter_context(attribute(inner, "_use_weight_decay", use))
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            plain_check = optimizer.check_finite
+    @contextlib.contextmanager
+    def _looking_at_all(self, weights: list) -> Iterator[None]:
+        """Lets it clip, and look for infinities, over all processes.
 
-            def check_finite(gradients):
-                finite: Any = plain_check(gradients)
-                own = tf.cast(finite, tf.int32)
-                return engine.all_reduce(own[None], "finite", "Min")[0] > 0
+        Args:
+            weights: The weights whose gradients are not `None`.
+        """
+        optimizer, inner, engine = self._optimizer, self._inner, self._engine
+        plain_clip = inner._clip_gradients
+        plain_use = inner._use_weight_decay
+        cut = [v for v in weights if isinstance(v, ShardedVariable)]
+        wholes = {v.shard.variable._unique_id: v.whole for v in cut}
 
-            stack.enter_context(
-                attribute(optimizer, "check_finite", check_finite)
+        def clip(gradients):
+            if not (inner.clipnorm or inner.global_clipnorm):
+                return plain_clip(gradients)
+            present = [g for g in gradients if g is not None]
+            squares = [
+                # What is whole is in every process.
+                tf.reduce_sum(tf.square(g))
+                / (1 if isinstance(v, ShardedVariable) else engine.size)
+                for g, v in zip(present, weights, strict=True)
+            ]
+            squares = engine.all_reduce(tf.stack(squares), "norms")
+            if not inner.clipnorm:
+                squares = tf.fill(squares.shape, tf.reduce_sum(squares))
+            limit = inner.clipnorm or inner.global_clipnorm
+            clipped = iter(
+                g * limit / tf.maximum(norm, limit)
+                for g, norm in zip(
+                    present, tf.unstack(tf.sqrt(squares)), strict=True
+                )
             )
-        yield
+            return [None if g is None else next(clipped) for g in gradients]
+
+        def use(variable):
+            return plain_use(wholes.get(variable._unique_id, variable))
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(attribute(inner, "_clip_gradients", clip))
+            stack.enter_context(attribute(inner, "_use_weight_decay", use))
+            if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+                plain_check = optimizer.check_finite
+
+                def check_finite(gradients):
+                    finite: Any = plain_check(gradients)
+                    own = tf.cast(finite, tf.int32)
+                    return engine.all_reduce(own[None], "finite", "Min")[0] > 0
+
+                stack.enter_context(
+                    attribute(optimizer, "check_finite", check_finite)
+                )
+            yield

@@ -22,11 +22,12 @@ import keras
 import tensorflow as tf
 
 from kmem.sharding.engine import Engine
+from kmem.sharding.gathering import Shard
 from kmem.sharding.gathering import Travel
+from kmem.sharding.gathering import gathered
+from kmem.sharding.gathering import put
+from kmem.sharding.gathering import setting
 from kmem.sharding.layout import Layout
-from kmem.sharding.shard import Shard
-from kmem.sharding.shard import gathered
-from kmem.sharding.shard import put
 
 _shards = contextvars.ContextVar("shards", default=False)
 # The whole arrays of the layers that are running, by the variables' `id`.
@@ -35,25 +36,15 @@ _prepared: contextvars.ContextVar[dict[int, tf.Tensor]] = (
 )
 
 
-@contextlib.contextmanager
 def as_shards():
     """Within, sharded variables are their shards."""
-    token = _shards.set(True)
-    try:
-        yield
-    finally:
-        _shards.reset(token)
+    return setting(_shards, True)
 
 
-@contextlib.contextmanager
 def prepared(variables: Iterable["ShardedVariable"], wholes: list[tf.Tensor]):
     """Within, who reads these variables is given these tensors."""
-    found = zip(map(id, variables), wholes, strict=True)
-    token = _prepared.set(_prepared.get() | dict(found))
-    try:
-        yield
-    finally:
-        _prepared.reset(token)
+    values = dict(zip(map(id, variables), wholes, strict=True))
+    return setting(_prepared, _prepared.get() | values)
 
 
 class ShardedVariable(keras.Variable):
@@ -208,27 +199,27 @@ def shard(
     value = engine.broadcast(tf.convert_to_tensor(whole), f"{name}/broadcast")
     # Functions that were traced in an earlier `fit` know that one's shard.
     shards = vars(variable).setdefault("_kmem_shards", {})
-    known = shards.get(home)
-    if known is None:
+    own = shards.get(home)
+    if own is None:
         shape = tuple(whole.shape)
         cut = Layout(shape, engine.size).cut(value, engine.rank)
-        known = Shard(
+        own = Shard(
             engine, variable.path, shape, cut, variable.trainable, name, home
         )
         # Optimizers know a variable by it.
-        known.variable._unique_id = whole._unique_id
-        shards[home] = known
+        own.variable._unique_id = whole._unique_id
+        shards[home] = own
     else:
-        known.write_full(value)
-    known.travel = travel or Travel()
-    variable.shard = known
+        own.write_full(value)
+    own.travel = travel or Travel()
+    variable.shard = own
     variable.__class__ = MirroredVariable if mirrored else ShardedVariable
     if not mirrored:
         _empty(whole)
         return
     whole.assign(value)
     if not variable.holds_shard:
-        _empty(known.variable)
+        _empty(own.variable)
 
 
 def adopt(
@@ -243,27 +234,27 @@ def adopt(
         home: The device that holds the shard.
     """
     shape = reference.layout.shape
-    own = _whole(variable)
-    known = Shard(
+    vector = _whole(variable)
+    own = Shard(
         reference.engine,
         variable.path,
         shape,
-        tf.convert_to_tensor(own),
+        tf.convert_to_tensor(vector),
         trainable=False,
         name=name,
         home=home,
     )
-    known.stays = reference.stays
+    own.stays = reference.stays
     whole = tf.Variable(
-        tf.zeros(shape, own.dtype), trainable=False, name=variable.name
+        tf.zeros(shape, vector.dtype), trainable=False, name=variable.name
     )
     _empty(whole)
     vars(variable).update(
         _value=whole,
         _shape=shape,
         _ndim=len(shape),
-        shard=known,
-        _kmem_shards={home: known},
+        shard=own,
+        _kmem_shards={home: own},
     )
     variable.__class__ = ShardedVariable
 

@@ -16,8 +16,8 @@ from keras import layers
 import kmem
 from kmem import distributed
 from kmem import precision
+from kmem.sharding import agreeing
 from kmem.sharding import checkpoint
-from kmem.sharding import together
 from kmem.sharding import variables
 from kmem.sharding.engine import Engine
 from kmem.sharding.variables import MirroredVariable
@@ -65,7 +65,7 @@ def run(size, function, monkeypatch):
         monkeypatch.context() as patch,
         concurrent.futures.ThreadPoolExecutor(size) as pool,
     ):
-        for module in (checkpoint, together):
+        for module in (checkpoint, agreeing):
             patch.setattr(module, "engine", lambda: own.engine)
         calls = [pool.submit(call, rank) for rank in range(size)]
         concurrent.futures.wait(calls)
@@ -301,7 +301,7 @@ def test_there_must_be_an_index(tmp_path, monkeypatch):
         distributed.load(model, tmp_path)
     (tmp_path / "index.json").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.index, "_FORMAT", 7)
+        patch.setattr(checkpoint.files, "_FORMAT", 7)
         distributed.save(model, tmp_path)
     with pytest.raises(ValueError, match=r"index\.json \(format=7\)"):
         distributed.load(model, tmp_path)
