@@ -1,6 +1,12 @@
 """Collectives give in every process what their names say."""
 
+import contextlib
+import io
+import pickle
+import sys
+
 import collectives
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -14,9 +20,67 @@ from kmem.sharding.engine import engine
 SIZE = 2
 
 
+# What a user writes: nothing in it is about processes but `sharding`.
+SCRIPT = """
+x = tf.random.stateless_normal((16, 6), (0, 1))
+keras.utils.set_random_seed(0)
+model = keras.Sequential(
+    [
+        keras.Input((6,)),
+        keras.layers.Dense(5),
+        keras.layers.BatchNormalization(synchronized=True),
+        keras.layers.Dense(2),
+    ]
+)
+model.compile("sgd", "mse")
+data = tf.data.Dataset.from_tensor_slices((x, x[:, :2])).batch(8)
+history = kmem.wrap(model).fit(
+    data, epochs=2, shuffle=False, sharding="full", verbose=0
+)
+"""
+LAUNCHED = f"""
+import kmem
+import keras
+import tensorflow as tf
+
+tf.config.threading.set_inter_op_parallelism_threads(2)
+{SCRIPT}
+print("losses", *history.history["loss"])
+print("processes", kmem.ShardedStrategy().num_processes)
+
+import pathlib, pickle, sys
+sys.path += {sys.path!r}
+import collectives
+results = collectives.main()
+path = pathlib.Path(sys.argv[1], str(results["rank"]))
+path.write_bytes(pickle.dumps(results))
+"""
+
+
 @pytest.fixture(scope="module")
-def results():
-    return kmem.distributed.launch(collectives.main, SIZE)
+def launched(tmp_path_factory):
+    """The lines that a script prints, and what collectives give, in processes
+    that start once for both."""
+    folder = tmp_path_factory.mktemp("launched")
+    path = folder / "train.py"
+    path.write_text(LAUNCHED)
+    command = ["launch", "--processes", str(SIZE), str(path), str(folder)]
+    output = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(output),
+    ):
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert cli.main(command) == 0
+    results = [
+        pickle.loads((folder / str(rank)).read_bytes()) for rank in range(SIZE)
+    ]
+    return output.getvalue().splitlines(), results
+
+
+@pytest.fixture(scope="module")
+def results(launched):
+    return launched[1]
 
 
 def test_processes_are_numbered_as_tf_config_says(results):
@@ -106,46 +170,14 @@ def test_a_wrong_timeout_is_refused(text, monkeypatch):
         engine()
 
 
-# What a user writes: nothing in it is about processes but `sharding`.
-SCRIPT = """
-import kmem
-import keras
-import tensorflow as tf
+def test_a_script_needs_no_more_than_the_launcher(launched):
+    lines, _ = launched
+    alone = {"kmem": kmem, "keras": keras, "tf": tf}
+    exec(SCRIPT, alone)
 
-tf.config.threading.set_inter_op_parallelism_threads(2)
-x = tf.random.stateless_normal((16, 6), (0, 1))
-keras.utils.set_random_seed(0)
-model = keras.Sequential(
-    [
-        keras.Input((6,)),
-        keras.layers.Dense(5),
-        keras.layers.BatchNormalization(synchronized=True),
-        keras.layers.Dense(2),
-    ]
-)
-model.compile("sgd", "mse")
-data = tf.data.Dataset.from_tensor_slices((x, x[:, :2])).batch(8)
-history = kmem.wrap(model).fit(data, epochs=2, sharding="full", verbose=0)
-print("losses", *history.history["loss"])
-print("processes", kmem.ShardedStrategy().num_processes)
-"""
-
-
-def test_a_script_needs_no_more_than_the_launcher(
-    tmp_path, monkeypatch, capsys, python
-):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-
-    assert cli.main(["launch", "--processes", "2", str(path)]) == 0
-
-    found = capsys.readouterr().out.splitlines()
-    status, alone, errors = python.run(SCRIPT)
-    assert status == 0, errors
-    want = [float(loss) for loss in alone.splitlines()[0].split()[1:]]
-    for rank in range(2):
-        assert f"[{rank}] processes 2" in found
-        (line,) = [x for x in found if x.startswith(f"[{rank}] losses")]
+    for rank in range(SIZE):
+        assert f"[{rank}] processes {SIZE}" in lines
+        (line,) = [x for x in lines if x.startswith(f"[{rank}] losses")]
         losses = [float(loss) for loss in line.split()[2:]]
+        want = alone["history"].history["loss"]
         np.testing.assert_allclose(losses, want, rtol=1e-5)
