@@ -139,7 +139,9 @@ class ShardedOptimizer:
         plain_clip = inner._clip_gradients
         plain_use = inner._use_weight_decay
         cut = [v for v in weights if isinstance(v, ShardedVariable)]
-        wholes = {v.shard.variable._unique_id: v.whole for v in cut}
+        wholes = {
+            v.shard.variable._unique_id: variables.whole_of(v) for v in cut
+        }
 
         def clip(gradients):
             if not (inner.clipnorm or inner.global_clipnorm):

@@ -79,12 +79,6 @@ class ShardedVariable(keras.Variable):
         return len(self._shape)
 
     @property
-    def whole(self) -> tf.Variable:
-        """The variable that Keras made: its name and shape, if not its
-        values."""
-        return _whole(self)
-
-    @property
     def holds_shard(self) -> bool:
         """Whether the shard is there between the steps."""
         return True
@@ -99,7 +93,7 @@ class ShardedVariable(keras.Variable):
         # Not the value that a `StatelessScope` has: it has the shard's.
         value = self._maybe_autocast(self._value)
         # Optimizers know a variable by it.
-        value._unique_id = self.whole._unique_id
+        value._unique_id = whole_of(self)._unique_id
         return value
 
     @property
@@ -139,7 +133,7 @@ class MirroredVariable(ShardedVariable):
     """
 
     def _read(self):
-        return _whole(self)
+        return whole_of(self)
 
     @property
     def value(self):
@@ -149,13 +143,13 @@ class MirroredVariable(ShardedVariable):
 
     @property
     def handle(self):
-        return (self.shard.variable if _shards.get() else _whole(self)).handle
+        return (self.shard.variable if _shards.get() else whole_of(self)).handle
 
     @property
     def numbers(self):
         if self.holds_shard:
             return super().numbers
-        whole = _whole(self)
+        whole = whole_of(self)
         # Less than all of it may go to the shard's home.
         with tf.device(whole.device):
             return self.shard.layout.cut(whole, self.shard.rank)
@@ -169,12 +163,12 @@ class MirroredVariable(ShardedVariable):
         if _shards.get() or self.holds_shard:
             super()._direct_assign(value)
         if not _shards.get():
-            _whole(self).assign(value)
+            whole_of(self).assign(value)
 
 
 def can_be_cut(variable) -> bool:
     """Whether a Keras variable has values, and more than a single one."""
-    return _whole(variable) is not None and len(variable.shape) > 0
+    return whole_of(variable) is not None and len(variable.shape) > 0
 
 
 def shard(
@@ -195,7 +189,7 @@ def shard(
         home: The device that holds the shard.
         travel: The dtypes in which it travels.
     """
-    whole = _whole(variable)
+    whole = whole_of(variable)
     value = engine.broadcast(tf.convert_to_tensor(whole), f"{name}/broadcast")
     # Functions that were traced in an earlier `fit` know that one's shard.
     shards = vars(variable).setdefault("_kmem_shards", {})
@@ -234,7 +228,7 @@ def adopt(
         home: The device that holds the shard.
     """
     shape = reference.layout.shape
-    vector = _whole(variable)
+    vector = whole_of(variable)
     own = Shard(
         reference.engine,
         variable.path,
@@ -279,22 +273,23 @@ def updated(
         return
     wholes = gathered([variable.shard for variable in mirrored], name)
     for variable, whole in zip(mirrored, wholes, strict=True):
-        _whole(variable).assign(whole)
+        whole_of(variable).assign(whole)
         if not variable.holds_shard:
             _empty(variable.shard.variable)
 
 
 def restore(variable) -> None:
     """Makes a sharded variable a plain one; all processes have to."""
-    whole = _whole(variable)
+    whole = whole_of(variable)
     if variable.holds_shard:
         put(whole, variable.shard.read_full())
     variable.__class__ = keras.Variable
     _empty(variable.shard.variable)
 
 
-def _whole(variable) -> Any:
-    """The TensorFlow variable that Keras made."""
+def whole_of(variable) -> Any:
+    """The TensorFlow variable that Keras made of a Keras variable: its name
+    and shape, if not its values."""
     return vars(variable)["_value"]
 
 
