@@ -11,6 +11,7 @@ from typing import Any
 from typing import Literal
 
 from kmem.base.checks import budget
+from kmem.base.checks import classes
 from kmem.base.checks import is_integer
 from kmem.base.checks import is_real
 from kmem.base.checks import one_of
@@ -190,9 +191,10 @@ class DTR:
             at each eviction.
         heuristic: What is evicted first: `"dtr_eq"`, `"dtr"`, `"ancestors"`,
             `"msps"`, `"local"`, `"size_staleness"`, `"lru"` or `"random"`.
-        compile: `"layers"`: calls of layers run as one operator each where
-            that is safe, in `fit`. `None`: everything runs operator by
-            operator.
+        compile: `"layers"`: calls of Keras's layers run as one operator each
+            where that is safe, in `fit`. `(Residual,)`: those of the classes
+            named as well, whose `call` must do the same at every call but
+            for the values of tensors. `None`: operator by operator.
 
     Raises:
         ValueError: If a field is not of this form.
@@ -202,7 +204,7 @@ class DTR:
     evictee_minimum_size: int | str = "1MB"
     enable_sqrt_sampling: bool = False
     heuristic: str = "dtr_eq"
-    compile: Literal["layers"] | None = "layers"
+    compile: Literal["layers"] | None | tuple[type, ...] = "layers"
 
     def __post_init__(self):
         for name in ("eviction_threshold", "evictee_minimum_size"):
@@ -210,7 +212,8 @@ class DTR:
             if not (is_integer(value) and value == 0):
                 set_fields(self, **{name: parse_size(value, name)})
         one_of(self.heuristic, "heuristic", HEURISTICS)
-        one_of(self.compile, "compile", ("layers", None))
+        if self.compile not in ("layers", None):
+            set_fields(self, compile=classes(self.compile, "compile"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,12 +247,9 @@ class Sharding:
     def __post_init__(self):
         one_of(self.stage, "sharding", ("full", "gradients", "optimizer"))
         one_of(self.accumulate, "accumulate", ("sharded", "local"))
+        dtypes = (None, "float32", "bfloat16", "float16")
         for name in ("gather_dtype", "reduce_dtype"):
-            one_of(
-                getattr(self, name),
-                name,
-                (None, "float32", "bfloat16", "float16"),
-            )
+            one_of(getattr(self, name), name, dtypes)
         if self.units is not None:
             set_fields(self, units=tuple(self.units))
 

@@ -45,6 +45,16 @@ def one_of(value, name: str, choices: tuple) -> None:
         )
 
 
+def classes(value, name: str) -> tuple[type, ...]:
+    is_sequence = isinstance(value, list | tuple) and len(value) > 0
+    if not (is_sequence and all(isinstance(each, type) for each in value)):
+        raise ValueError(
+            f'`{name}` must be "layers", None, or a sequence of classes of '
+            f"layers, as in (Residual,). Received: {name}={value!r}"
+        )
+    return tuple(value)
+
+
 def budget(value, name: str) -> int | float:
     """Bytes, or a share in (0, 1] which stays a float."""
     if is_real(value) and not is_integer(value):

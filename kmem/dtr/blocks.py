@@ -1,30 +1,29 @@
-"""Which layers are compiled under DTR, and when: `kmem.DTR(compile="layers")`.
+"""Which layers are compiled under DTR, and when: `kmem.DTR(compile=...)`.
 
 A block is a layer of Keras's own, with all that is in it; of a recurrent
-layer its cell, as the number of steps varies. So is a layer of the user's own
-whose Python is known to do the same at every step (kmem/dtr/own_layers.py).
-While a step runs, the calls of the blocks are compiled calls
-(kmem/dtr/compiled.py). What lies between them, and other layers and models of
-the user's own, runs operator by operator.
+layer its cell, as the number of steps varies. So is a layer of a class that
+the user names: by that it is said to do the same at every call with the same
+shapes and attributes. While a step runs, the calls of the blocks are compiled
+calls (kmem/dtr/compiled.py). What lies between them, and other layers and
+models of the user's own, runs operator by operator.
 
 A call that cannot be compiled runs operator by operator, but for the blocks
-inside. It is traced anew for arguments of other types; where only shapes
-differ, for shapes of which parts are unknown, so that there is an end to it.
-Not so a layer of the user's own, which may ask for a shape.
+inside. It is traced anew for arguments of other types, and for other plain
+attributes of the layers; where only shapes differ, for shapes of which some
+sizes are unknown, so that there is an end to it. Not so a layer that the user
+names, which may ask for a shape.
 """
 
 import contextlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
+from typing import Literal
 
 import keras
 import tensorflow as tf
 
 from kmem.dtr.compiled import CompiledCall
-from kmem.dtr.own_layers import PLAIN
-from kmem.dtr.own_layers import Reads
-from kmem.dtr.own_layers import find_reads
 from kmem.remat import state
 from kmem.remat.structure import Structure
 from kmem.step.capture import all_layers
@@ -32,6 +31,7 @@ from kmem.step.capture import children
 from kmem.step.patching import attribute
 
 _MAX_KINDS = 16
+_PLAIN = (type(None), bool, int, float, str)
 
 
 class Blocks:
@@ -39,10 +39,16 @@ class Blocks:
 
     Args:
         model: The model.
+        compile: As in `kmem.DTR`, but for `None`: classes of layers that are
+            compiled besides Keras's own, or `"layers"` if there are none.
     """
 
-    def __init__(self, model: keras.Model):
-        self._blocks = _find(model)
+    def __init__(
+        self,
+        model: keras.Model,
+        compile: Literal["layers"] | tuple[type, ...] = "layers",
+    ):
+        self._blocks = _find(model, () if compile == "layers" else compile)
 
     @contextlib.contextmanager
     def compiled(self) -> Iterator[None]:
@@ -53,35 +59,26 @@ class Blocks:
             yield
 
 
-def _find(model) -> list["_Block"]:
-    found: dict[int, _Block] = {}
+def _find(model, named: tuple[type, ...]) -> list["_Block"]:
+    blocks: dict[int, _Block] = {}
     waiting = children(model)
     while waiting:
         layer = waiting.pop()
-        inside = all_layers(layer)
-        own = [each for each in inside if not _is_kerass(each)]
-        if any(map(_is_opened, inside)):
-            waiting += children(layer)
-        elif not own:
-            found[id(layer)] = _Block(layer, [])
-        else:
+        is_named = isinstance(layer, named)
+        is_opened = any(map(_is_opened, all_layers(layer)))
+        if is_named or not is_opened:
+            blocks[id(layer)] = _Block(layer, exact=is_named)
+        if is_named or is_opened:
             # Those inside are for where the whole cannot be compiled.
             waiting += children(layer)
-            found_reads = [(each, find_reads(each)) for each in own]
-            reads = [(each, read) for each, read in found_reads if read]
-            if len(reads) == len(own):
-                found[id(layer)] = _Block(layer, reads)
-    return list(found.values())
+    return list(blocks.values())
 
 
 def _is_opened(layer) -> bool:
-    return isinstance(layer, keras.Model | keras.layers.RNN)
-
-
-def _is_kerass(layer) -> bool:
-    """Whether all of its Python is Keras's: no function of the user's."""
+    """Whether a layer, and what holds it, is not compiled as a whole: unless
+    all of its Python is Keras's, with no function of the user's."""
     functions = filter(inspect.isfunction, vars(layer).values())
-    return all(
+    return isinstance(layer, keras.Model | keras.layers.RNN) or not all(
         code.__module__.startswith("keras.")
         for code in (type(layer), *functions)
     )
@@ -92,16 +89,12 @@ class _Block:
 
     Args:
         layer: The layer.
-        reads: The layers of the user's own in it, and what they read.
+        exact: Whether it is traced for each shape by itself.
     """
 
-    def __init__(
-        self,
-        layer: keras.layers.Layer,
-        reads: list[tuple[keras.layers.Layer, Reads]],
-    ):
+    def __init__(self, layer: keras.layers.Layer, exact: bool):
         self.layer = layer
-        self._reads = reads
+        self._exact = exact
         self._call = layer.call
         self._layers = all_layers(layer)
         self._kinds: dict[Any, _Kind] = {}
@@ -122,17 +115,11 @@ class _Block:
     def _kind(self, args, kwargs) -> "_Kind | None":
         if not tf.executing_eagerly() or state.within_scope():
             return None
-        key = _key((args, kwargs))
+        key = _key((args, kwargs), self._exact)
         if key is None:
             return None
-        if self._reads:
-            read = [reads.key(layer) for layer, reads in self._reads]
-            shapes = _shapes((args, tuple(kwargs.values())))
-            if None in read or shapes is None:
-                return None
-            key = key, tuple(read), shapes
-        trainable = tuple(layer.trainable for layer in self._layers)
-        key = key, trainable, state.ambient_key()
+        attributes = tuple(map(_plain_attributes, self._layers))
+        key = key, attributes, state.ambient_key()
         kind = self._kinds.get(key)
         if kind is None and len(self._kinds) < _MAX_KINDS:
             kind = self._kinds[key] = _Kind()
@@ -140,18 +127,18 @@ class _Block:
 
     def compile(self, join, specs: list) -> CompiledCall | None:
         """The compiled call; `None` if it cannot be compiled."""
+        if not all(layer.built for layer in self._layers):
+            return None
         attributes = [dict(vars(layer)) for layer in self._layers]
         try:
-            compiled = CompiledCall(
-                self._call, join, specs, exact=bool(self._reads)
-            )
+            compiled = CompiledCall(self._call, join, specs, self._exact)
         except (Exception, state.CannotRepeat):
             # An error of the layer itself comes again, operator by operator.
             compiled = None
         for layer, before in zip(self._layers, attributes, strict=True):
             for name, value in list(vars(layer).items()):
-                if _holds_symbols(value):
-                    # It keeps a tensor from one call to the next.
+                if _is_kept(value) and value is not before.get(name, layer):
+                    # It keeps something from one call to the next.
                     compiled = None
                     object.__delattr__(layer, name)
                     if name in before:
@@ -182,9 +169,20 @@ class _Kind:
         return self._compiled[-1]
 
 
-def _holds_symbols(value) -> bool:
+def _is_kept(value) -> bool:
     leaves = value if isinstance(value, list | tuple) else [value]
-    return any(tf.is_symbolic_tensor(leaf) for leaf in leaves)
+    return isinstance(value, _PLAIN) or any(
+        tf.is_symbolic_tensor(leaf) for leaf in leaves
+    )
+
+
+def _plain_attributes(layer) -> tuple:
+    """What a layer's Python may read that a trace holds as it is now."""
+    return tuple(
+        (name, type(value), value)
+        for name, value in vars(layer).items()
+        if isinstance(value, _PLAIN)
+    )
 
 
 def _covers(spec: tf.TensorSpec, other: tf.TensorSpec) -> bool:
@@ -196,29 +194,18 @@ def _common(spec: tf.TensorSpec, other: tf.TensorSpec) -> tf.TensorSpec:
     return tf.TensorSpec([a if a == b else None for a, b in pairs], spec.dtype)
 
 
-def _shapes(value) -> Any:
-    """The shapes of all tensors; `None` if there is what could be changed."""
-    if isinstance(value, tf.Tensor):
-        return tuple(value.shape)
-    if isinstance(value, list | dict):
-        return None
-    if not isinstance(value, tuple):
-        return ()
-    shapes = tuple(map(_shapes, value))
-    return None if None in shapes else shapes
-
-
-def _key(value) -> Any:
-    """What a call's arguments are, but for the values and sizes of tensors;
-    `None` if they are more than a function can be traced for."""
+def _key(value, exact: bool) -> Any:
+    """What a call's arguments are, but for the values of tensors and, unless
+    `exact`, their sizes; `None` if a function cannot be traced for them."""
     if isinstance(value, tf.Tensor):
         mask = getattr(value, "_keras_mask", None)
-        return value.dtype, value.shape.rank, mask is not None and _key(mask)
-    if isinstance(value, PLAIN):
+        shape = tuple(value.shape) if exact else value.shape.rank
+        return value.dtype, shape, mask is not None and _key(mask, exact)
+    if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, dict):
         value = [item for pair in sorted(value.items()) for item in pair]
     elif not isinstance(value, list | tuple):
         return None
-    keys = tuple(map(_key, value))
+    keys = tuple(_key(item, exact) for item in value)
     return None if None in keys else (type(value), keys)

@@ -82,7 +82,7 @@ class Session:
             and options.dtr.compile is not None
             and options.sharding is None
         )
-        self._blocks = Blocks(model) if compiles else None
+        self._blocks = Blocks(model, options.dtr.compile) if compiles else None
         self._captures = (
             (self._plan is not None and capture.has_default_step(model))
             or options.microbatches is not None

@@ -1,7 +1,8 @@
-"""`kmem.DTR(compile="layers")`: the same numbers, with one operator a layer."""
+"""`kmem.DTR(compile=...)`: the same numbers, with one operator a layer."""
 
 import contextlib
 import gc
+import re
 
 import keras
 import numpy as np
@@ -29,9 +30,8 @@ def compiled(monkeypatch):
     return made
 
 
-def gradients(model, x, compile, steps=2):
+def gradients(model, x, within, steps=2):
     """Outputs, losses, gradients and variables after some calls."""
-    within = Blocks(model).compiled if compile else contextlib.nullcontext
     found = []
     for _ in range(steps):
         with within(), tf.GradientTape() as tape:
@@ -47,7 +47,7 @@ def gradients(model, x, compile, steps=2):
     ]
 
 
-def check_same(make, x):
+def check_same(make, x, compile="layers"):
     """Compares a model that is compiled with one that is not."""
     x = tf.constant(x)
     keras.utils.set_random_seed(1)
@@ -57,8 +57,8 @@ def check_same(make, x):
     copy(x)
     for one, other in zip(plain.variables, copy.variables, strict=True):
         other.assign(one)
-    want = gradients(plain, x, compile=False)
-    got = gradients(copy, x, compile=True)
+    want = gradients(plain, x, contextlib.nullcontext)
+    got = gradients(copy, x, Blocks(copy, compile).compiled)
     assert len(got) == len(want)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -102,11 +102,12 @@ def test_every_copy_of_a_layer_has_the_same_peak(make):
     x = tf.constant(rows(32, 16, 16, 16))
 
     def peak(layer):
-        gradients(layer, x, compile=True, steps=1)  # Traces it.
+        within = Blocks(layer).compiled
+        gradients(layer, x, within, steps=1)  # Traces it.
         gc.collect()
         before = kmem.memory.current()
         with kmem.memory.track() as usage:
-            gradients(layer, x, compile=True, steps=1)
+            gradients(layer, x, within, steps=1)
         return usage.peak_bytes - before
 
     assert len({peak(sequential(make)()) for _ in range(8)}) == 1
@@ -137,7 +138,8 @@ def test_a_layer_of_the_users_own_runs_its_python(compiled):
     model = keras.Sequential([layer])
     model(rows(2, 3, 8))
     before = layer.num_calls
-    gradients(model, tf.constant(rows(2, 3, 8)), compile=True, steps=3)
+    x = tf.constant(rows(2, 3, 8))
+    gradients(model, x, Blocks(model).compiled, steps=3)
 
     assert layer.num_calls == before + 3
     assert {name for name, _ in compiled} == {
@@ -183,17 +185,17 @@ def gated():
     return keras.Model(inputs, TakesBoth()(Gated()(inputs)))
 
 
-def test_a_layer_of_the_users_own_is_compiled_if_it_does_the_same(compiled):
-    check_same(gated, rows(4, 6, 8))
+def test_a_layer_of_the_users_own_is_compiled_if_its_class_is_named(compiled):
+    check_same(gated, rows(4, 6, 8), compile=(Gated, TakesBoth))
 
     assert [name.split("_")[0] for name, _ in compiled] == ["gated", "takes"]
 
 
-def test_what_a_layer_reads_is_a_part_of_what_it_is_compiled_for(compiled):
+def test_what_a_layer_has_is_a_part_of_what_it_is_compiled_for(compiled):
     model = gated()
     layer = model.layers[1]
-    within = Blocks(model).compiled
-    for factor, size in ((0.5, 4), (0.25, 4), (0.25, 2), (0.5, 4)):
+    within = Blocks(model, (Gated,)).compiled
+    for factor, size in ((0.75, 4), (0.25, 4), (0.25, 2), (0.75, 4)):
         layer.factor = factor
         x = rows(size, 6, 8)
         with within():
@@ -204,9 +206,16 @@ def test_what_a_layer_reads_is_a_part_of_what_it_is_compiled_for(compiled):
     assert sizes == [4, 4, 2]
 
 
+def waves(x):
+    """Enough operations to be compiled."""
+    return keras.ops.sin(keras.ops.cos(x)) * keras.ops.tanh(x) + keras.ops.exp(
+        -keras.ops.abs(x)
+    )
+
+
 class Waves(layers.Layer):
     def call(self, x):
-        return keras.ops.sin(keras.ops.cos(x)) * x + x
+        return waves(x) + x
 
 
 class Counts(layers.Layer):
@@ -214,18 +223,18 @@ class Counts(layers.Layer):
 
     def call(self, x):
         self.num_calls = self.num_calls + 1
-        return keras.ops.sin(keras.ops.cos(x)) * self.num_calls
+        return waves(x) * self.num_calls
 
 
 class Draws(layers.Layer):
     def call(self, x):
-        return keras.ops.sin(keras.ops.cos(x)) * np.random.rand()
+        return waves(x) * np.random.rand()
 
 
 class Remembers(layers.Layer):
     def call(self, x, seen=[]):  # noqa: B006
         seen.append(1)
-        return keras.ops.sin(keras.ops.cos(x)) * len(seen)
+        return waves(x) * len(seen)
 
 
 class Branches(layers.Layer):
@@ -242,7 +251,7 @@ class HasProperty(Waves):
         return np.random.rand()
 
     def call(self, x):
-        return keras.ops.sin(keras.ops.cos(x)) * self.factor
+        return waves(x) * self.factor
 
 
 FACTORS = [2.0]
@@ -250,7 +259,7 @@ FACTORS = [2.0]
 
 class ReadsList(Waves):
     def call(self, x):
-        return keras.ops.sin(keras.ops.cos(x)) * FACTORS[0]
+        return waves(x) * FACTORS[0]
 
 
 class HasCall(Waves):
@@ -266,19 +275,57 @@ class Extends(Waves):
 class AsksForNumbers(layers.Layer):
     def call(self, x):
         y = tf.boolean_mask(x, x > 0)
-        return x * 2.0 if y.shape[0] == 0 else keras.ops.sin(x) * x
+        return x * 2.0 if y.shape[0] == 0 else waves(x)
+
+
+class HoldsModels(Waves):
+    """With its Python in a model, of which Keras's own runs one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.Sequential([Waves(), layers.LayerNormalization()])
+
+    def call(self, x):
+        return x + self.inner(x)
 
 
 @pytest.mark.parametrize(
     "kind",
-    [Counts, Draws, Remembers, Branches, HasProperty, ReadsList]
+    [Waves, Counts, Draws, Remembers, Branches, HasProperty, ReadsList]
     + [HasCall, Extends, AsksForNumbers],
 )
-def test_a_layer_of_the_users_own_that_may_do_anything_runs(kind, compiled):
+def test_a_layer_of_the_users_own_runs_unless_it_is_named(kind, compiled):
     model = keras.Sequential([kind()])
-    gradients(model, tf.constant(rows(4, 6, 8)), compile=True)
+    gradients(model, tf.constant(rows(4, 6, 8)), Blocks(model).compiled)
 
     assert not compiled
+
+
+@pytest.mark.parametrize("kind", [HasCall, Extends, HoldsModels])
+def test_a_named_class_stands_for_those_made_from_it(kind, compiled):
+    check_same(sequential(kind), rows(4, 6, 8), compile=(Waves,))
+
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("kind", [Counts, AsksForNumbers])
+def test_a_named_layer_that_differs_from_call_to_call_runs(kind, compiled):
+    check_same(sequential(kind), rows(4, 6, 8), compile=(kind,))
+
+    # Counts differs from what it is compiled for, and is seen to.
+    assert not compiled or kind is Counts
+
+
+def test_an_attribute_that_changes_between_steps_counts_at_once():
+    model = keras.Sequential([layers.Dropout(0.5), layers.GaussianNoise(0.1)])
+    x = tf.constant(rows(64, 8))
+    model(x)
+    within = Blocks(model).compiled
+    for rate in (0.5, 0.0, 0.5):
+        model.layers[0].rate = rate
+        with within():
+            share_dropped = np.mean(model.layers[0](x, training=True) == 0)
+        assert (share_dropped > 0.25) == (rate > 0)
 
 
 def test_masks_are_handed_on():
@@ -323,7 +370,7 @@ def test_it_is_traced_a_few_times_for_all_shapes(compiled):
     model = sequential(layers.LayerNormalization)()
     for length in range(1, 9):
         for size in (2, 3):
-            gradients(model, tf.constant(rows(size, length, 8)), compile=False)
+            model(rows(size, length, 8))
     one = Blocks(model)
     for length in range(1, 9):
         for size in (2, 3):
@@ -349,6 +396,8 @@ def test_a_gradient_is_not_differentiated_again():
             tape.gradient(y, x)
 
 
-def test_what_is_not_a_choice_is_refused():
-    with pytest.raises(ValueError, match="Received: compile='all'"):
-        kmem.DTR(compile="all")
+@pytest.mark.parametrize("compile", ["all", (), ("residual",), layers.Dense(1)])
+def test_what_is_not_a_choice_is_refused(compile):
+    message = f"Received: compile={compile!r}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kmem.DTR(compile=compile)
