@@ -1,37 +1,85 @@
 """kmem trains Keras models in less memory, with the same numbers.
 
 Import it before the first TensorFlow operation: only then can it count, and
-limit, every byte that TensorFlow allocates on the CPU.
+limit, every byte that TensorFlow allocates on the CPU. A public name is
+imported when it is first used; the `kmem` command imports TensorFlow only
+once it has read its command line.
 """
 
+import importlib
+import os
+from typing import TYPE_CHECKING
+
+from kmem.base import native
 from kmem.base import versions
+from kmem.base.versions import __version__ as __version__
+from kmem.launching import cluster
 
-versions.check()
+if TYPE_CHECKING:  # For editors: what `_MODULES` says.
+    from kmem import callbacks as callbacks
+    from kmem import distributed as distributed
+    from kmem import dtr as dtr
+    from kmem import memory as memory
+    from kmem import multilevel as multilevel
+    from kmem import planning as planning
+    from kmem import remat as remat
+    from kmem.budget.planner import plan as plan
+    from kmem.budget.sweeper import sweep as sweep
+    from kmem.dtr.sweep import Sweep as Sweep
+    from kmem.keras_graph.profiling import profile as profile
+    from kmem.model import Model as Model
+    from kmem.model import wrap as wrap
+    from kmem.options import DTR as DTR
+    from kmem.options import Genetic as Genetic
+    from kmem.options import GradientAccumulation as GradientAccumulation
+    from kmem.options import MemoryOptions as MemoryOptions
+    from kmem.options import MicroBatches as MicroBatches
+    from kmem.options import MixedPrecision as MixedPrecision
+    from kmem.options import Remat as Remat
+    from kmem.options import Sharding as Sharding
+    from kmem.planning.plan import Plan as Plan
+    from kmem.reporting import report as report
+    from kmem.sharding.training import ShardedStrategy as ShardedStrategy
 
-from kmem.base import native  # noqa: E402
+# Where the public names stand.
+_MODULES = {
+    "kmem": "callbacks distributed dtr memory multilevel planning remat",
+    "kmem.budget.planner": "plan",
+    "kmem.budget.sweeper": "sweep",
+    "kmem.dtr.sweep": "Sweep",
+    "kmem.keras_graph.profiling": "profile",
+    "kmem.model": "Model wrap",
+    "kmem.options": "DTR Genetic GradientAccumulation MemoryOptions "
+    "MicroBatches MixedPrecision Remat Sharding",
+    "kmem.planning.plan": "Plan",
+    "kmem.reporting": "report",
+    "kmem.sharding.training": "ShardedStrategy",
+}
+_MODULE_OF = {
+    name: module for module, names in _MODULES.items() for name in names.split()
+}
+__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
-native.prepare_on_import()
 
-from kmem import callbacks as callbacks  # noqa: E402
-from kmem import distributed as distributed  # noqa: E402
-from kmem import dtr as dtr  # noqa: E402
-from kmem import memory as memory  # noqa: E402
-from kmem import multilevel as multilevel  # noqa: E402
-from kmem.base.versions import __version__ as __version__  # noqa: E402
-from kmem.budget.planner import plan as plan  # noqa: E402
-from kmem.budget.sweeper import sweep as sweep  # noqa: E402
-from kmem.dtr.sweep import Sweep as Sweep  # noqa: E402
-from kmem.keras_graph.profiling import profile as profile  # noqa: E402
-from kmem.model import Model as Model  # noqa: E402
-from kmem.model import wrap as wrap  # noqa: E402
-from kmem.options import DTR as DTR  # noqa: E402
-from kmem.options import Genetic as Genetic  # noqa: E402
-from kmem.options import GradientAccumulation as GradientAccumulation  # noqa: E402
-from kmem.options import MemoryOptions as MemoryOptions  # noqa: E402
-from kmem.options import MicroBatches as MicroBatches  # noqa: E402
-from kmem.options import MixedPrecision as MixedPrecision  # noqa: E402
-from kmem.options import Remat as Remat  # noqa: E402
-from kmem.options import Sharding as Sharding  # noqa: E402
-from kmem.planning.plan import Plan as Plan  # noqa: E402
-from kmem.reporting import report as report  # noqa: E402
-from kmem.sharding.training import ShardedStrategy as ShardedStrategy  # noqa: E402
+def __getattr__(name: str):
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'kmem' has no attribute {name!r}")
+    if module == "kmem":
+        value = importlib.import_module(f"kmem.{name}")
+    else:
+        value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if not native.is_command():
+    versions.check()
+    native.prepare()
+    if cluster.LAUNCHED in os.environ:
+        # One of several processes: it joins the others as it is imported.
+        importlib.import_module("kmem.distributed")

@@ -48,25 +48,30 @@ class _Stats(ctypes.Structure):
     ]
 
 
-def prepare() -> None:
+def prepare(builds: bool = True) -> None:
     """Puts the allocator in place, built if need be, as far as that can be.
 
     What `import kmem` does, since it is too late after the first TensorFlow
     operation. Whatever is in the way is reported when the allocator is
     needed, by `allocator`.
+
+    Args:
+        builds: Whether the library may be built.
     """
     with contextlib.suppress(NativeLibraryError, OSError):
         # A compiler that fails would do so at each import.
-        _register(find_library() if has_failed() else build())
+        can_build = builds and not has_failed()
+        _register(build() if can_build else find_library())
 
 
-def prepare_on_import() -> None:
-    """`prepare`, but the `kmem` command builds nothing until it has read its
-    command line: it may only be asked for help."""
-    if not _is_command():
-        return prepare()
-    with contextlib.suppress(NativeLibraryError, OSError):
-        _register(find_library())
+def is_command() -> bool:
+    """Whether this process is the `kmem` command, which calls `prepare` once
+    it has read its command line: it may only be asked for help."""
+    name = os.path.basename(sys.argv[0])
+    if name == "-m":  # While Python looks for the module.
+        after = sys.orig_argv.index("-m") + 1 if "-m" in sys.orig_argv else 0
+        name = sys.orig_argv[after]
+    return name in ("kmem", "kmem.commands.cli")
 
 
 def library() -> ctypes.CDLL:
@@ -132,15 +137,6 @@ class _State:
 
 
 _state = _State()
-
-
-def _is_command() -> bool:
-    """Whether this process is the `kmem` command."""
-    name = os.path.basename(sys.argv[0])
-    if name == "-m":  # While Python looks for the module.
-        after = sys.orig_argv.index("-m") + 1 if "-m" in sys.orig_argv else 0
-        name = sys.orig_argv[after]
-    return name in ("kmem", "kmem.commands.cli")
 
 
 def _register(path: pathlib.Path | None) -> bool:

@@ -1,7 +1,7 @@
 """The `kmem` command.
 
-One function a command, registered in `_parser`. What only one command needs is
-imported by that command.
+Help is told, and the command line read, without TensorFlow, Keras or NumPy:
+the functions that do the work import what they need.
 """
 
 import argparse
@@ -10,11 +10,15 @@ import importlib.metadata
 import platform
 import sys
 
+from kmem.base import building
+from kmem.base import cache
+from kmem.base import native
+from kmem.base import versions
 from kmem.base.versions import __version__
 from kmem.commands import arguments
 
 # Commands that live in a module of their own, which provides
-# `add_arguments(parser)` and `run(args) -> int`.
+# `add_arguments(parser)` and `run(args) -> int`, and imports like this one.
 _MODULES = {
     "demo": (
         "kmem.commands.demo",
@@ -56,7 +60,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         if args.command in _MODULES:
-            _prepare()
+            # What `import kmem` does in other programs.
+            versions.check()
+            native.prepare()
         return args.run(args)
     except KeyboardInterrupt:
         return 130
@@ -118,16 +124,7 @@ def _expected() -> tuple[type[Exception], ...]:
     return ImportError, OSError, RuntimeError, ValueError, tf.errors.OpError
 
 
-def _prepare() -> None:
-    """Before the command's first TensorFlow operation."""
-    from kmem.base import native
-
-    native.prepare()
-
-
 def _build(args: argparse.Namespace) -> int:
-    from kmem.base import building
-
     was_built = building.find_library() is not None
     path = building.build(force=args.force)
     print("already built:" if was_built and not args.force else "built:", path)
@@ -139,8 +136,7 @@ def _info(args: argparse.Namespace) -> int:
     import numpy as np
     import tensorflow as tf
 
-    from kmem.base import cache
-
+    native.prepare(builds=False)
     rows = [
         ("kmem", __version__),
         ("TensorFlow", tf.__version__),
@@ -177,8 +173,6 @@ def _devices() -> list[str]:
 
 
 def _compiler() -> str:
-    from kmem.base import building
-
     try:
         return " ".join(building.find_compiler() or ["none found"])
     except building.NativeLibraryError as error:
@@ -186,8 +180,6 @@ def _compiler() -> str:
 
 
 def _library() -> str:
-    from kmem.base import building
-
     try:
         return str(building.find_library() or "not built (run `kmem build`)")
     except building.NativeLibraryError as error:
@@ -195,8 +187,6 @@ def _library() -> str:
 
 
 def _allocator() -> str:
-    from kmem.base import native
-
     if not native.is_registered():
         return "TensorFlow's own: kmem.memory cannot count on the CPU"
     return "kmem's: kmem.memory counts and limits the CPU's memory"

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib.util
+import itertools
 import math
 import os
 import pathlib
@@ -21,16 +22,16 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 from typing import Any
 
-import keras
-import numpy as np
-import tensorflow as tf
-
-import kmem.memory
-import kmem.model
+import kmem
 from kmem.base import native
 from kmem.commands import arguments
+
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
 
 LIMIT_BYTES = 100_000_000
 NUM_ROWS = 1792
@@ -97,7 +98,8 @@ class Result:
     @property
     def seconds(self) -> float:
         """The fastest update, past the first epoch with its tracing."""
-        return float(np.diff(self.updates[STEPS_PER_EPOCH:]).min())
+        updates = itertools.pairwise(self.updates[STEPS_PER_EPOCH:])
+        return min(after - before for before, after in updates)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +161,7 @@ def _computes_bfloat16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def _digits() -> tuple[np.ndarray, np.ndarray]:
+def _digits() -> "tuple[np.ndarray, np.ndarray]":
     from sklearn.datasets import load_digits
 
     data: Any = load_digits(return_X_y=True)
@@ -168,7 +170,9 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
     return images[:NUM_ROWS], labels[:NUM_ROWS]
 
 
-def _model() -> keras.Model:
+def _model() -> "keras.Model":
+    import keras
+
     def block(x, num_filters):
         x = keras.layers.Conv2D(num_filters, 3, padding="same")(x)
         x = keras.layers.GroupNormalization(4)(x)
@@ -189,15 +193,18 @@ def _model() -> keras.Model:
     return model
 
 
-def _train(item: Run, x: np.ndarray, y: np.ndarray) -> Result:
-    """Trains from the same weights, on the same rows in the same order."""
+def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
+    """Trains from the same weights, on the same digits in the same order."""
+    import keras
+    import tensorflow as tf
+
     # What the run before has left would count as this one's.
     keras.backend.clear_session()
     gc.collect()
     keras.utils.set_random_seed(0)
     model = _model()
     if item.options:
-        model = kmem.model.wrap(model)
+        model = kmem.wrap(model)
     result = Result()
 
     def note_update(batch, logs):
@@ -371,8 +378,10 @@ def _draw(results: dict[Run, Result], path: pathlib.Path) -> None:
     pyplot.close(figure)
 
 
-def _first_steps(result: Result) -> tuple[np.ndarray, np.ndarray]:
+def _first_steps(result: Result) -> "tuple[np.ndarray, np.ndarray]":
     """Times and MB, from when the first step begins to compute."""
+    import numpy as np
+
     times, num_bytes = np.array(result.samples).T
     begin = np.argmax(num_bytes > num_bytes[0] + 0.02 * LIMIT_BYTES)
     end = len(times)

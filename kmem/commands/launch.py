@@ -2,12 +2,9 @@
 
 import argparse
 import os
-import pathlib
 import sys
 
-from kmem import distributed
-from kmem.launching import cluster
-from kmem.launching import ranks
+from kmem.commands import arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what the others are given to end once one has failed "
         "(default: %(default)s)",
     )
-    parser.add_argument("script", type=_script, help="the Python file to run")
+    parser.add_argument(
+        "script", type=arguments.existing_file, help="the Python file to run"
+    )
     parser.add_argument(
         "arguments",
         nargs=argparse.REMAINDER,
@@ -58,11 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the script; 0, or the exit code of the rank that failed first."""
+    from kmem import distributed
+    from kmem.launching import cluster
+    from kmem.launching import ranks
+
     try:
         distributed.check(args.restarts, args.network, args.grace)
         if cluster.join(os.environ):
             os.environ[cluster.LAUNCHED] = "1"
-            command = [sys.executable, args.script, *args.arguments]
+            command = [sys.executable, str(args.script), *args.arguments]
             os.execv(sys.executable, command)
         gpus = distributed.visible_gpus()
         num_processes = distributed.how_many(args.processes, gpus)
@@ -71,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         ranks.run(
-            {"script": args.script, "arguments": args.arguments},
+            {"script": str(args.script), "arguments": args.arguments},
             num_processes,
             gpus,
             args.restarts,
@@ -82,11 +85,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"kmem launch: {error}", file=sys.stderr)
         return error.exit_code
     return 0
-
-
-def _script(text: str) -> str:
-    if not pathlib.Path(text).is_file():
-        raise argparse.ArgumentTypeError(
-            f"must be a Python file that exists. Received: {text}"
-        )
-    return text

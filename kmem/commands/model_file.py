@@ -2,12 +2,14 @@
 
 import argparse
 import warnings
+from typing import TYPE_CHECKING
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from kmem.commands import arguments
+
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,13 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load(args: argparse.Namespace) -> tuple[keras.Model, Any]:
+def load(args: argparse.Namespace) -> "tuple[keras.Model, Any]":
     """The model, and its batch as `tf.TensorSpec`s.
 
     Raises:
         WrongFileError: If the file is no model that Keras alone can load, or
             if the batch's shape cannot be told.
     """
+    import keras
+
     try:
         with warnings.catch_warnings():
             # One that has not trained has no variables to be loaded.
@@ -54,6 +58,8 @@ def _batch(model, rows: int):
     A file does not tell what its targets look like: they are taken to be
     like the predictions, or to be classes where the loss is a sparse one.
     """
+    import keras
+
     if not model.built:
         raise arguments.WrongFileError(
             "The model in the file must be built: begin it with "
@@ -77,7 +83,9 @@ def _batch(model, rows: int):
     return specs, keras.tree.map_structure(target, outputs)
 
 
-def _spec(shape, dtype: str, rows: int) -> tf.TensorSpec:
+def _spec(shape, dtype: str, rows: int) -> "tf.TensorSpec":
+    import tensorflow as tf
+
     if any(size is None for size in shape[1:]):
         raise arguments.WrongFileError(
             "The model's inputs and outputs must have a fixed shape but for "

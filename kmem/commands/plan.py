@@ -3,7 +3,6 @@
 import argparse
 import pathlib
 
-from kmem.budget.planner import plan
 from kmem.commands import arguments
 from kmem.commands import model_file
 
@@ -46,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints a plan; 0 if there is one."""
+    from kmem.budget.planner import plan
+
     model, batch = model_file.load(args)
     made = plan(
         model,

@@ -7,13 +7,8 @@ import argparse
 import pathlib
 from typing import Any
 
-import keras
-
 from kmem.commands import arguments
 from kmem.commands import model_file
-from kmem.model import wrap
-from kmem.reporting import report
-from kmem.step import batches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draws what is chosen for the budget; 0 if something can be."""
+    import keras
+
+    from kmem.model import wrap
+    from kmem.reporting import report
+    from kmem.step import batches
+
     model, batch = model_file.load(args)
     keras.utils.set_random_seed(0)  # Of the numbers that are made up.
     x, y, _ = keras.utils.unpack_x_y_sample_weight(batches.made_up(batch))

@@ -4,10 +4,7 @@ import argparse
 
 from kmem.base.sizes import format_size
 from kmem.commands import arguments
-from kmem.dtr.program import read_program
-from kmem.dtr.simulator import HEURISTICS
-from kmem.dtr.simulator import BudgetFailed
-from kmem.dtr.simulator import simulate
+from kmem.options import HEURISTICS
 
 _ROW = "{:<16} {:>8} {:>10} {:>11} {:>11} {:>10}"
 
@@ -40,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints what the budget costs; 0 if it can be kept."""
+    from kmem.dtr.program import read_program
+    from kmem.dtr.simulator import BudgetFailed
+    from kmem.dtr.simulator import simulate
+
     try:
         program = read_program(args.trace)
     except ValueError as error:

@@ -2,13 +2,8 @@
 
 import argparse
 
-import keras
-
-from kmem.budget.sweeper import SHARES
-from kmem.budget.sweeper import sweep
 from kmem.commands import arguments
 from kmem.commands import model_file
-from kmem.step import batches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=arguments.share_or_size,
         metavar="THRESHOLD",
         help='peaks to keep: "2GB", or shares such as 0.5 of plain eager '
-        f"training's peak (default: {' '.join(map(str, SHARES))})",
+        "training's peak (default: six shares from 1.0 to 0.3)",
     )
     parser.add_argument(
         "--steps",
@@ -41,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints what the thresholds cost; 0 once they were tried."""
+    import keras
+
+    from kmem.budget.sweeper import sweep
+    from kmem.step import batches
+
     model, batch = model_file.load(args)
     keras.utils.set_random_seed(0)  # Of the numbers that are made up.
     found = sweep(

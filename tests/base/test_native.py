@@ -103,7 +103,7 @@ def test_a_compiler_must_be_a_command(monkeypatch, tmp_path, capsys):
             building.NativeLibraryError, match="CXX must be a command that"
         ):
             function()
-    native.prepare_on_import()
+    native.prepare()
     assert cli.main(["info"]) == 0
     assert "CXX must be a command that" in capsys.readouterr().out
 
@@ -331,16 +331,30 @@ def test_a_compiler_that_fails_is_not_run_at_each_import(
         building.build()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("-m", "kmem"), ("-m", "kmem.commands.cli"), ("kmem",)],
-    ids=" ".join,
-)
-def test_help_builds_nothing(compiler, monkeypatch, command):
-    monkeypatch.setattr(sys, "orig_argv", ["python", *command, "--help"])
-    name = command[0] if command[0] == "-m" else f"/usr/bin/{command[0]}"
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    native.prepare_on_import()
+COMMAND = """
+import sys
+from kmem.commands.cli import main
+
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("command", ["-m kmem", "-m kmem.commands.cli", "kmem"])
+def test_the_command_builds_nothing_as_it_is_imported(
+    compiler, tmp_path, command
+):
+    (tmp_path / "kmem").write_text(COMMAND)
+    process = subprocess.run(
+        [sys.executable, "-X", "importtime", *command.split(), "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    imported = {line.split()[-1] for line in process.stderr.splitlines()}
+    assert "kmem.base.native" in imported
+    assert not imported & {"tensorflow", "keras", "numpy"}
     assert num_calls(compiler) == 0
 
 
@@ -352,8 +366,8 @@ def test_a_command_builds_before_its_first_operation(
         f"""
         import sys
         sys.argv = ["kmem", "plan", {saved_model!r}, "--batch", "8"]
-        from kmem import cli
-        from kmem import native
+        from kmem.base import native
+        from kmem.commands import cli
         print(native.is_registered())
         print(cli.main(), native.is_registered())
         """,

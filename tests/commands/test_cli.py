@@ -103,7 +103,7 @@ def test_help_has_an_example(argv, capsys):
         ("simulate {here}/no.log", "trace: must be a file that exists"),
         ("simulate {file} --heuristic no", "--heuristic: invalid choice"),
         ("demo --output {here}/no/a.png", "must be a file in a folder that"),
-        ("launch {here}/no.py", "script: must be a Python file that exists"),
+        ("launch {here}/no.py", "script: must be a file that exists"),
         ("launch", "the following arguments are required: script"),
     ],
 )

@@ -17,7 +17,7 @@ def test_the_demo_tells_its_story(python, native_library, tmp_path):
     status, output, errors = python.run(
         f"""
         import sys
-        from kmem import cli
+        from kmem.commands import cli
         sys.exit(cli.main(["demo", "--output", {str(path)!r}]))
         """
     )

@@ -10,6 +10,7 @@ import tensorflow as tf
 import kmem
 from kmem.dtr.program import read_program
 from kmem.dtr.simulator import simulate
+from kmem.options import HEURISTICS
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -443,7 +444,7 @@ def test_dtr_is_enabled_once():
     kmem.dtr.disable()
 
 
-@pytest.mark.parametrize("heuristic", kmem.options.HEURISTICS)
+@pytest.mark.parametrize("heuristic", HEURISTICS)
 @pytest.mark.parametrize("sampling", [False, True])
 def test_every_heuristic_keeps_the_threshold(heuristic, sampling):
     kmem.dtr.heuristic = heuristic
