@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from typing import Any
 
-import kmem
 from kmem.base import native
 from kmem.commands import arguments
 
@@ -198,13 +197,15 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
     import keras
     import tensorflow as tf
 
+    from kmem.model import wrap
+
     # What the run before has left would count as this one's.
     keras.backend.clear_session()
     gc.collect()
     keras.utils.set_random_seed(0)
     model = _model()
     if item.options:
-        model = kmem.wrap(model)
+        model = wrap(model)
     result = Result()
 
     def note_update(batch, logs):
@@ -236,12 +237,14 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
 
 @contextlib.contextmanager
 def _limited(item: Run) -> Iterator[None]:
+    from kmem import memory
+
     if item.limited:
-        kmem.memory.limit(LIMIT_BYTES, device="CPU")
+        memory.limit(LIMIT_BYTES, device="CPU")
     try:
         yield
     finally:
-        kmem.memory.limit(None, device="CPU")
+        memory.limit(None, device="CPU")
 
 
 @contextlib.contextmanager
@@ -263,16 +266,18 @@ def _quiet(quiet: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sampling(result: Result) -> Iterator[None]:
+    from kmem import memory
+
     done = threading.Event()
 
     def sample():
         while not done.is_set():
-            with kmem.memory.track("CPU") as usage:
+            with memory.track("CPU") as usage:
                 time.sleep(0.001)
             result.samples.append((time.perf_counter(), usage.peak_bytes))
 
     thread = threading.Thread(target=sample, daemon=True)
-    with kmem.memory.track("CPU") as usage:
+    with memory.track("CPU") as usage:
         thread.start()
         try:
             yield

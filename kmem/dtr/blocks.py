@@ -39,16 +39,18 @@ class Blocks:
 
     Args:
         model: The model.
-        compile: As in `kmem.DTR`, but for `None`: classes of layers that are
-            compiled besides Keras's own, or `"layers"` if there are none.
+        compile: As in `kmem.DTR`.
     """
 
     def __init__(
         self,
         model: keras.Model,
-        compile: Literal["layers"] | tuple[type, ...] = "layers",
+        compile: Literal["layers"] | None | tuple[type, ...] = "layers",
     ):
-        self._blocks = _find(model, () if compile == "layers" else compile)
+        self._blocks: list[_Block] = []
+        if compile is not None:
+            named = compile if isinstance(compile, tuple) else ()
+            self._blocks = _find(model, named)
 
     @contextlib.contextmanager
     def compiled(self) -> Iterator[None]:

@@ -77,12 +77,9 @@ class Session:
         self._frame = planned_frame(model, options) if self._plan else None
         self._dtr = DeviceSession(options.dtr) if options.dtr else None
         # A layer that gathers its weights is not one operator.
-        compiles = (
-            options.dtr is not None
-            and options.dtr.compile is not None
-            and options.sharding is None
-        )
-        self._blocks = Blocks(model, options.dtr.compile) if compiles else None
+        self._blocks = None
+        if options.dtr is not None and options.sharding is None:
+            self._blocks = Blocks(model, options.dtr.compile)
         self._captures = (
             (self._plan is not None and capture.has_default_step(model))
             or options.microbatches is not None
