@@ -293,8 +293,8 @@ def _session(model, options: MemoryOptions, arguments):
     batch = batches.fit_batch(arguments)
     reserved = 0 if batch is None else pipeline.held_bytes(arguments, batch)
     if options.memory_budget is None:
-        planned = planner.with_plan(model, options, batch, reserved, verbose)
-        return Session.of(model, planned)
+        plan = planner.plan_for(model, options, batch, reserved, verbose)
+        return Session.of(model, options, plan)
     session = BudgetedSession.of(model, options, verbose)
     if batch is not None:
         session.prepare(batch, reserved)
@@ -316,16 +316,18 @@ def _train_on_batch_under(model, keras_train_on_batch, args, kwargs):
     asked, session = vars(model).get(_SESSION, (None, None))
     if asked != options or not session.trains():
         _end_train_on_batch(model)
-        made = options
         check(model, options)
+        plan = None
         if options.remat is not None:
             given = inspect.signature(keras_train_on_batch)
             given = given.bind(*args, **kwargs).arguments
             names = ("x", "y", "sample_weight")
             data = keras.utils.pack_x_y_sample_weight(*map(given.get, names))
-            made = planner.with_plan(model, options, batches.specs_of(data))
-        budgeted = options.memory_budget is not None
-        session = (BudgetedSession if budgeted else Session).of(model, made)
+            plan = planner.plan_for(model, options, batches.specs_of(data))
+        if options.memory_budget is None:
+            session = Session.of(model, options, plan)
+        else:
+            session = BudgetedSession.of(model, options)
         session.install(test_step=False)
         object.__setattr__(model, _SESSION, (options, session))
     return keras_train_on_batch(*args, **kwargs)

@@ -151,7 +151,7 @@ def choose(
     best = search.best
     others = [choice for choice in search.tried if choice != best]
     others.sort(key=lambda choice: choice.predicted_seconds)
-    session = search.session or Session(model, best.options)
+    session = search.session or Session(model, best.options, best.plan)
     return Way(best, session), MemoryReport(
         budget_bytes=budget_bytes,
         plain=_in_fit(plain, reserved_bytes),

@@ -4,6 +4,7 @@ import dataclasses
 
 from kmem.base.sizes import format_size
 from kmem.options import MemoryOptions
+from kmem.planning.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,12 +17,14 @@ class Choice:
         predicted_seconds: The step's time.
         measured_peak_bytes: The most that it was seen to need in training, or
             `None` if it has not trained.
+        plan: What it recomputes, if it does.
     """
 
     options: MemoryOptions
     predicted_peak_bytes: int
     predicted_seconds: float
     measured_peak_bytes: int | None = None
+    plan: Plan | None = None
 
     def __str__(self) -> str:
         peak, seconds = self.predicted_peak_bytes, self.predicted_seconds

@@ -21,10 +21,10 @@ from kmem.budget import planner
 from kmem.budget import turns
 from kmem.budget.dry_run import Rehearsal
 from kmem.budget.dry_run import rehearse_on_batch
+from kmem.budget.excerpts import Excerpt
 from kmem.fit.session import Session
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
-from kmem.options import MemoryOptions
 from kmem.options import Remat
 from kmem.sharding import agreeing
 from kmem.step import batches
@@ -70,13 +70,12 @@ class Rehearsals:
         self._in_use = memory.current() if self._is_counted else 0
 
     def run(
-        self, options: MemoryOptions, batch: Any, at_most_seconds: float
+        self, step: Excerpt, at_most_seconds: float
     ) -> tuple[Rehearsal | None, Session | None]:
         """Rehearses a step, unless that was done before.
 
         Args:
-            options: The step's.
-            batch: What it gets, as `tf.TensorSpec`s.
+            step: The step.
             at_most_seconds: As in `rehearse_on_batch`.
 
         Returns:
@@ -84,14 +83,14 @@ class Rehearsals:
             out of memory; and what ran it, if it ran now.
         """
         if not self._is_counted:
-            return self._predicted(options, batch), None
-        group = agreeing.processes(options)
-        key = self._step(options, batch)
+            return self._predicted(step), None
+        group = agreeing.processes(step.options)
+        key = self._step(step)
         found, session = self._find(key), None
         is_missing = agreeing.highest(group, int(found is None))
         if found is None or is_missing:
-            session = Session(self._model, options)
-            found = rehearse_on_batch(session, batch, at_most_seconds)
+            session = self._session(step)
+            found = rehearse_on_batch(session, step.batch, at_most_seconds)
             if found is None:
                 # What took the memory may be gone the next time.
                 return None, session
@@ -105,15 +104,13 @@ class Rehearsals:
 
     def compare(
         self,
-        options: Sequence[MemoryOptions],
-        some: Sequence[Any],
+        steps: Sequence[Excerpt],
         sessions: Sequence[Session | None],
     ) -> float | None:
         """How many times as long a step takes as another one.
 
         Args:
-            options: Those of two steps of this process alone.
-            some: What each gets, as `tf.TensorSpec`s.
+            steps: Two steps of this process alone.
             sessions: What ran them, if they ran now.
 
         Returns:
@@ -121,32 +118,37 @@ class Rehearsals:
         """
         if not self._is_counted:
             return None
-        key = tuple(map(self._step, options, some))
+        key = tuple(map(self._step, steps))
         for _, ratio in _ratios.find(key) if self._key else ():
             return ratio
         ran = [
-            session or Session(self._model, each)
-            for session, each in zip(sessions, options, strict=True)
+            session or self._session(step)
+            for session, step in zip(sessions, steps, strict=True)
         ]
-        ratio = turns.compare(ran, some)
+        ratio = turns.compare(ran, [step.batch for step in steps])
         if ratio is not None and self._key:
             _ratios.keep(key, self._in_use, ratio)
         return ratio
 
-    def _predicted(self, options: MemoryOptions, batch: Any) -> Rehearsal:
+    def _session(self, step: Excerpt) -> Session:
+        return Session(self._model, step.options, step.plan)
+
+    def _predicted(self, step: Excerpt) -> Rehearsal:
         """What the drawing of a step tells."""
-        plan: Any = options.remat.plan if options.remat else None
+        options, plan = step.options, step.plan
         if plan is None:
             planned = dataclasses.replace(options, remat=_KEEPS_EVERYTHING)
-            plan = planner.make_plan(self._model, batch, planned, "flops", 0)
+            plan = planner.make_plan(
+                self._model, step.batch, planned, "flops", 0
+            )
         seconds = options.num_parts * plan.predicted_seconds
         return Rehearsal(plan.highest_peak_bytes, seconds)
 
-    def _step(self, options: MemoryOptions, batch: Any) -> tuple:
+    def _step(self, step: Excerpt) -> tuple:
         """What a step is known by."""
-        plan = options.remat.plan if options.remat else None
+        options, plan = step.options, step.plan
         return (
-            *(self._key, batches.to_json(batch), plan and plan.segments),
+            *(self._key, batches.to_json(step.batch), plan and plan.segments),
             *(options.microbatches, options.mixed_precision),
             *(options.sharding, agreeing.processes(options).size),
         )

@@ -111,14 +111,14 @@ def plan(
     return make_plan(model, specs, options, costs, verbose)
 
 
-def with_plan(
+def plan_for(
     model: keras.Model,
     options: MemoryOptions,
     batch: Any,
     reserved_bytes: int = 0,
     verbose: int = 0,
-) -> MemoryOptions:
-    """Options in which `remat` is a plan: the one given, or one made now.
+) -> Plan:
+    """The plan that `options.remat` asks for: the one given, or one made now.
 
     Args:
         model: The model, which is built if need be.
@@ -140,22 +140,22 @@ def with_plan(
         build(model, batch)
     given = options.remat.plan
     if given is not None:
-        made = given if isinstance(given, Plan) else Plan.load(given)
-        _check_batch(made, options, batch)
-    elif batch is None:
+        plan = given if isinstance(given, Plan) else Plan.load(given)
+        _check_batch(plan, options, batch)
+        return plan
+    if batch is None:
         raise ValueError(
             "`remat` must be a `kmem.Plan` if the shapes of the batches "
             "cannot be told: make one with `kmem.plan(model, batch)`. "
             f"Received: remat={options.remat.budget!r}"
         )
-    else:
-        made = make_plan(
-            *(model, batch, options, "measured", verbose, reserved_bytes),
-            argument="remat",
-        )
-        if verbose:
-            print(made.summary())
-    return dataclasses.replace(options, remat=Remat(plan=made))
+    plan = make_plan(
+        *(model, batch, options, "measured", verbose, reserved_bytes),
+        argument="remat",
+    )
+    if verbose:
+        print(plan.summary())
+    return plan
 
 
 def make_plan(
@@ -273,11 +273,7 @@ def _rehearsal(
     if not (model.compiled and alone and memory.is_counted()):
         return None
 
-    def run(made: Plan) -> Rehearsal | None:
-        planned = dataclasses.replace(options, remat=Remat(plan=made))
-        return rehearse(Session(model, planned), batch)
-
-    return run
+    return lambda plan: rehearse(Session(model, options, plan), batch)
 
 
 def build(model: keras.Model, batch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from kmem.budget.dry_run import Rehearsal
 from kmem.budget.dry_runs import Rehearsals
+from kmem.budget.excerpts import Excerpt
 from kmem.options import MemoryOptions
 from kmem.sharding import agreeing
 from kmem.step import batches
@@ -90,5 +91,5 @@ def draw(
 
 def _probe(rehearsals, options, batch, rows: int) -> Rehearsal | None:
     some = batches.with_rows(batch, rows)
-    seen, _ = rehearsals.run(options, some, _AT_MOST_SECONDS)
+    seen, _ = rehearsals.run(Excerpt(some, options), _AT_MOST_SECONDS)
     return seen

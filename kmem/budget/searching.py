@@ -25,6 +25,7 @@ from kmem.options import MemoryOptions
 from kmem.options import MicroBatches
 from kmem.options import Remat
 from kmem.planning.errors import InfeasibleBudget
+from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
 from kmem.step import batches
 
@@ -201,16 +202,15 @@ class Search:
             except (ValueError, tf.errors.ResourceExhaustedError):
                 # It cannot be planned, or a layer by itself has no room.
                 return False
-            planned = dataclasses.replace(options, remat=Remat(plan=plan))
             expected = seconds * plan.slowdown
             # A plan's time is predicted less well than it is measured.
             if before and _is_quicker(
                 before.predicted_seconds, expected, _PLAN_GAIN
             ):
                 peak = plan.highest_peak_bytes + some.left_bytes
-                self.tried.append(Choice(planned, peak, expected))
+                self.tried.append(Choice(within, peak, expected, plan=plan))
                 return False
-            choice = self._rehearsed(planned)
+            choice = self._rehearsed(within, plan)
             if choice is not None and self._fits(choice):
                 return choice is self.best
             # What is given a batch, not an iterator, needs a little more.
@@ -230,18 +230,19 @@ class Search:
         seconds = self._rows * line.row_seconds
         return Choice(_in_parts(options, count), peak, seconds)
 
-    def _rehearsed(self, options: MemoryOptions) -> Choice | None:
+    def _rehearsed(
+        self, options: MemoryOptions, plan: Plan | None = None
+    ) -> Choice | None:
         """Tries a way; returns `None` if it ran out of memory."""
-        some = excerpt(self._batch, options)
-        seen, session = self._rehearsals.run(
-            some.options, some.batch, _AT_MOST_SECONDS
-        )
+        some = excerpt(self._batch, options, plan)
+        seen, session = self._rehearsals.run(some, _AT_MOST_SECONDS)
         if seen is None:
             return None
         choice = Choice(
             options,
             seen.peak_bytes + some.left_bytes,
             seen.seconds * some.times,
+            plan=plan,
         )
         fits = self._fits(choice)
         if fits:
@@ -272,11 +273,7 @@ class Search:
         ):
             return choice
         other, its_session = self._ran
-        ratio = self._rehearsals.compare(
-            (some.options, other.options),
-            (some.batch, other.batch),
-            (session, its_session),
-        )
+        ratio = self._rehearsals.compare((some, other), (session, its_session))
         if ratio is None:
             return choice
         ratio *= some.times / other.times

@@ -29,6 +29,7 @@ from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
 from kmem.keras_graph.recording import Frame
 from kmem.options import MemoryOptions
+from kmem.planning.plan import Plan
 from kmem.sharding.training import ShardedTraining
 from kmem.sharding.training import stored
 from kmem.step import batches
@@ -52,6 +53,7 @@ class Session:
     Args:
         model: A compiled `keras.Model`.
         options: `MemoryOptions` with at least one option on.
+        plan: What `options.remat` recomputes.
 
     Raises:
         NotImplementedError: If an option's mechanism is still to come.
@@ -59,7 +61,12 @@ class Session:
             with it.
     """
 
-    def __init__(self, model: keras.Model, options: MemoryOptions):
+    def __init__(
+        self,
+        model: keras.Model,
+        options: MemoryOptions,
+        plan: Plan | None = None,
+    ):
         requirements.check(model, options)
         self.model = model
         self.options = options
@@ -73,8 +80,8 @@ class Session:
         if options.mixed_precision is not None:
             optimizer = precision.loss_scaled(model, options.mixed_precision)
         # A plan counts on the order that a captured gradient is given.
-        self._plan = options.remat.plan if options.remat else None
-        self._frame = planned_frame(model, options) if self._plan else None
+        self._plan = plan
+        self._frame = planned_frame(model, options, plan) if plan else None
         self._dtr = DeviceSession(options.dtr) if options.dtr else None
         # A layer that gathers its weights is not one operator.
         self._blocks = None
@@ -120,16 +127,22 @@ class Session:
         self._gradient: Callable = self.gradient_step
 
     @classmethod
-    def of(cls, model: keras.Model, options: MemoryOptions) -> "Session":
+    def of(
+        cls,
+        model: keras.Model,
+        options: MemoryOptions,
+        plan: Plan | None = None,
+    ) -> "Session":
         """The model's session under these options, from an earlier `fit` if
         the model was not compiled again since."""
         sessions = vars(model).get(_SESSIONS, {})
-        session = sessions.pop(options, None)
+        key = options, plan
+        session = sessions.pop(key, None)
         if session is None or session._compiled != compiled_state(model):
-            session = cls(model, options)
+            session = cls(model, options, plan)
             session._warns = True
         kept = list(sessions.items())[1 - _MAX_SESSIONS :]
-        object.__setattr__(model, _SESSIONS, dict([*kept, (options, session)]))
+        object.__setattr__(model, _SESSIONS, dict([*kept, (key, session)]))
         return session
 
     def install(
@@ -366,13 +379,12 @@ def compiled_state(model) -> tuple:
     )
 
 
-def planned_frame(model, options: MemoryOptions) -> Frame:
-    """Where the plan of `options` lies in the model.
+def planned_frame(model, options: MemoryOptions, plan: Plan) -> Frame:
+    """Where a plan lies in the model, which computes as `options` say.
 
     Raises:
         ValueError: If it is a plan for another model.
     """
-    plan = options.remat.plan
     with option_precision(model, options):
         recording = profiling.record_batch(model, batches.from_json(plan.batch))
     matching.check(plan.network, recording)

@@ -12,7 +12,6 @@ from kmem.keras_graph import profiling
 from kmem.planning import picture
 from kmem.reporting import page
 from kmem.reporting import pictures
-from kmem.reporting import steps
 from kmem.reporting import tensorboard
 from kmem.step import batches
 
@@ -79,7 +78,7 @@ def _profiled(model, found: MemoryReport) -> pictures.Graphs:
     graphs = {}
     for choice in (found.plain, found.chosen):
         options = choice.options
-        if steps.plan_of(choice) is not None:
+        if choice.plan is not None:
             continue
         part = batches.part_of(batch, options.num_parts)
         with option_precision(model, options):
@@ -92,7 +91,7 @@ def _draw(
     found: MemoryReport, graphs: pictures.Graphs
 ) -> dict[str, tuple[str, bytes]]:
     """Each picture's name, with its title and itself as PNG."""
-    plan = steps.plan_of(found.chosen)
+    plan = found.chosen.plan
     figures = {
         "step": ("Memory over the step", pictures.draw_step(found, graphs)),
         "bytes": ("Where the bytes are", pictures.draw_bytes(found, graphs)),

@@ -37,7 +37,7 @@ def write(report: MemoryReport, name: str, pictures: dict[str, bytes]) -> str:
         *(_image(title, png) for title, png in pictures.items()),
         _section("Choices, the best first", _table(report)),
     ]
-    plan = steps.plan_of(report.chosen)
+    plan = report.chosen.plan
     if plan is not None:
         summary = html.escape(plan.summary())
         sections.append(_section("The plan", f"<pre>{summary}</pre>"))

@@ -12,7 +12,6 @@ batch and the sums of gradients, is in memory all the time.
 
 import dataclasses
 import functools
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from kmem.budget.choices import Choice
 from kmem.budget.choices import MemoryReport
 from kmem.options import MemoryOptions
 from kmem.planning.graph import Graph
-from kmem.planning.plan import Plan
 from kmem.planning.simulate import simulate
 
 
@@ -95,16 +93,9 @@ def all_choices(report: MemoryReport) -> list[Choice]:
     return list(dict.fromkeys([report.chosen, *others, report.plain]))
 
 
-def plan_of(choice: Choice) -> Plan | None:
-    """The plan that a choice follows, if it follows one."""
-    remat = choice.options.remat
-    plan: Any = remat.plan if remat else None
-    return plan if isinstance(plan, Plan) else None
-
-
 def step_of(choice: Choice, graphs: dict[MemoryOptions, Graph]) -> Step:
     """A choice's step, by its plan or the operations of its options."""
-    plan = plan_of(choice)
+    plan = choice.plan
     if plan is not None:
         return Step(choice, plan.network.graph, plan.schedule)
     graph = graphs[choice.options]

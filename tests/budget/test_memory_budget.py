@@ -176,11 +176,12 @@ def test_larger_parts_are_planned_for_where_they_may_take_less_for_a_row(
     seconds = {32: 1.0, 16: 0.6, 8: 0.32}
     rehearse = dry_runs.Rehearsals.run
 
-    def run(self, options, batch, at_most_seconds):
-        seen, session = rehearse(self, options, batch, at_most_seconds)
+    def run(self, step, at_most_seconds):
+        seen, session = rehearse(self, step, at_most_seconds)
         if seen is not None:
-            rows = batch[0].shape[0] // options.num_parts
-            took = options.num_parts * seconds.get(rows, rows)
+            num_parts = step.options.num_parts
+            rows = step.batch[0].shape[0] // num_parts
+            took = num_parts * seconds.get(rows, rows)
             seen = dataclasses.replace(seen, seconds=took)
         return seen, session
 

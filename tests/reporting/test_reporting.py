@@ -56,10 +56,16 @@ PLAN = Plan(
 )
 PLAIN = Choice(MemoryOptions(), 110 * MB, 0.020)
 PLANNED = Choice(
-    MemoryOptions(remat=PLAN), PLAN.predicted_peak_bytes, 0.023, 75 * MB
+    MemoryOptions(remat="auto"),
+    PLAN.predicted_peak_bytes,
+    0.023,
+    75 * MB,
+    PLAN,
 )
 PARTS = Choice(MemoryOptions(microbatches=2), 68 * MB, 0.030)
-BOTH = Choice(MemoryOptions(microbatches=4, remat=PLAN), 73 * MB, 0.040)
+BOTH = Choice(
+    MemoryOptions(microbatches=4, remat="auto"), 73 * MB, 0.040, plan=PLAN
+)
 REPORT = MemoryReport(
     budget_bytes=100 * MB,
     plain=PLAIN,
