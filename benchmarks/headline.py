@@ -45,7 +45,7 @@ def train(name, way, num_rows, device_bytes):
     from remat_models import MODELS
 
     import kmem
-    from kmem.budget.choices import describe
+    from kmem.budget.report import describe
 
     keras.utils.set_random_seed(0)
     is_scoped = way == SCOPE

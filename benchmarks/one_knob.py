@@ -190,7 +190,7 @@ class Training:
 def rows(name):
     """Gives the lines of the table for a model."""
     import kmem
-    from kmem.budget.choices import describe
+    from kmem.budget.report import describe
 
     training = Training(name)
     plain = kmem.MemoryOptions()

@@ -12,7 +12,7 @@ import keras
 
 from kmem import options
 from kmem.budget import planner
-from kmem.budget.budgeted import BudgetedSession
+from kmem.budget.training import BudgetedSession
 from kmem.fit.monitor import MemoryMonitor as MemoryMonitor
 from kmem.fit.requirements import check
 from kmem.fit.session import Session

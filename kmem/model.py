@@ -8,9 +8,9 @@ import warnings
 import keras
 
 from kmem.budget import planner
-from kmem.budget.budgeted import BudgetedSession
-from kmem.budget.budgeted import in_processes
-from kmem.budget.choices import MemoryReport
+from kmem.budget.report import MemoryReport
+from kmem.budget.training import BudgetedSession
+from kmem.budget.training import in_processes
 from kmem.callbacks import EndOfGroup
 from kmem.fit import pipeline
 from kmem.fit.requirements import check
@@ -34,7 +34,7 @@ class MemoryFit:
 
     # `MemoryOptions` that `train_on_batch` follows, or `None`.
     memory_options: MemoryOptions | None = None
-    # `kmem.budget.choices.MemoryReport` of the last `memory_budget`, or `None`.
+    # `kmem.budget.report.MemoryReport` of the last `memory_budget`, or `None`.
     memory_report: MemoryReport | None = None
 
     def fit(self, *args, **kwargs):

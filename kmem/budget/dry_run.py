@@ -1,4 +1,4 @@
-"""Runs a training step that leaves no trace, to see what it needs."""
+"""The one way to run steps that leave no trace, to see what they need."""
 
 import contextlib
 import dataclasses
@@ -13,36 +13,21 @@ import numpy as np
 import tensorflow as tf
 
 from kmem import memory
+from kmem.budget import tuning
 from kmem.fit.session import Session
-from kmem.keras_graph import profiling
 from kmem.sharding import agreeing
 from kmem.sharding.engine import Engine
 from kmem.step import batches
 from kmem.step import capture
 
-# Those of a graph's operations that run side by side end in another order
-# each time, which makes peaks differ by an operation's result.
-_NUM_STEPS = 6
-# Of short steps more are taken: many tell more of the highest peak, and the
-# quickest of them is hardly disturbed by what else the machine does.
-_MOST_STEPS, _AT_LEAST_SECONDS = 20, 1.0
-# Of long steps fewer are taken, but two.
-_AT_MOST_SECONDS = 20.0
-# A peak that this share of the steps has, or nearly, is the highest there is,
-# as far as seen.
-_OFTEN, _NEARLY = 1 / 3, 0.999
-# Threads that have fallen asleep, as between the steps of `fit`, begin their
-# work in another order than those that go on at once.
-_PAUSE_SECONDS = 0.05
-
 
 @dataclasses.dataclass(frozen=True)
-class Rehearsal:
-    """What a step took.
+class Measurement:
+    """What a step takes.
 
     Attributes:
         peak_bytes: The (first) device's peak to count with.
-        seconds: The time of the quickest step.
+        seconds: The time of the fastest step.
         spread_bytes: How much more that is than any step needed: where few
             had the highest peak, others may have a higher one.
     """
@@ -51,91 +36,71 @@ class Rehearsal:
     seconds: float
     spread_bytes: int = 0
 
-
-def rehearse(session: Session, batch) -> Rehearsal | None:
-    """Runs a session's step on made-up numbers, and measures it.
-
-    Everything that the step changes is given back: weights, optimizer,
-    statistics, random seeds, metrics. They are kept outside of the device in
-    the meantime.
-
-    Args:
-        session: Whose step it is.
-        batch: A replica's batch, as `tf.TensorSpec`s.
-
-    Returns:
-        What it took, in the process that needs most of those that train
-        together; `None` if it ran out of memory.
-    """
-    accumulates = session.options.gradient_accumulation_steps is not None
-    group = agreeing.processes(session.options)
-    with _rehearsing(session, batch):
-        seen = rehearse_steps(session.model, batch, accumulates, group)
-        if seen is None:
-            return None
-        return dataclasses.replace(
-            seen,
-            peak_bytes=agreeing.highest(group, seen.peak_bytes),
-            spread_bytes=agreeing.highest(group, seen.spread_bytes),
+    def agreed(self, group: Engine) -> "Measurement":
+        """The same for all processes that train together: what the one takes
+        that needs most. Their times are the same by now."""
+        return Measurement(
+            agreeing.highest(group, self.peak_bytes),
+            self.seconds,
+            agreeing.highest(group, self.spread_bytes),
         )
 
 
-def rehearse_steps(
+def dry_run(
     model: keras.Model,
-    batch,
-    accumulates: bool = False,
+    batch: Any,
+    state: list,
+    training: contextlib.AbstractContextManager,
+    *,
+    in_fit: bool = True,
     group: Engine | None = None,
-) -> Rehearsal | None:
-    """Runs a model's steps on made-up numbers, and measures them.
+    most_seconds: float = tuning.PLAN_SECONDS,
+) -> Measurement | None:
+    """Runs a model's steps on random data, and measures them.
+
+    What steps change (weights, optimizer, statistics, random seeds, metrics)
+    is kept in host memory in the meantime, and given back.
 
     Args:
-        model: The model, whose state the caller gives back.
+        model: The model.
         batch: A replica's batch, as `tf.TensorSpec`s.
-        accumulates: Whether steps differ, as some of them make no update.
+        state: The variables that a step may change, besides the metrics'.
+        training: Within, `model.train_function` takes the steps.
+        in_fit: Whether they take their batches from an iterator, as in `fit`,
+            whose graph is another one, or are given a batch.
         group: The processes that take them together.
+        most_seconds: Fewer steps are taken, but two, if they take longer.
 
     Returns:
-        What they took, or `None` if they ran out of memory.
+        What a step took in this process, or `None` if it ran out of memory.
     """
-    step: Any = model.train_function
-    # As `fit` does: the graph of a step on a batch is another one.
-    iterator = _batches(model.distribute_strategy, batch)
-    num_steps = _num_steps(model, accumulates)
-    return _measured(step, iterator, num_steps, group or Engine())
-
-
-def rehearse_on_batch(
-    session: Session, batch, at_most_seconds: float
-) -> Rehearsal | None:
-    """`rehearse`, by the function that is given a batch.
-
-    Args:
-        session: Whose step it is; its `on_batch` runs it.
-        batch: A batch, as `tf.TensorSpec`s.
-        at_most_seconds: Fewer steps are taken, but two, if they take longer.
-    """
-    data = batches.made_up(batch)
-    num_steps = _num_steps(session.model, accumulates=False)
-    with _rehearsing(session, batch):
-        return _measured(
-            session.on_batch(),
-            data,
-            num_steps,
-            agreeing.processes(session.options),
-            at_most_seconds,
-        )
-
-
-@contextlib.contextmanager
-def _rehearsing(session: Session, batch) -> Iterator[None]:
-    """Within, the model trains in a session; then it is as it was."""
-    session.build(batch)
-    with unchanged(session):
+    with capture.unchanged(state, model.metrics):
         try:
-            with installed(session):
-                yield
+            with training:
+                feed = _feed(model.distribute_strategy, batch, in_fit)
+                step: Any = model.train_function
+                return _measured(step, feed, group or Engine(), most_seconds)
         finally:
             gc.collect()
+
+
+def of_session(
+    session: Session, batch: Any, **arguments: Any
+) -> Measurement | None:
+    """`dry_run` of a session's step.
+
+    Args:
+        session: The session.
+        batch: Its batch, as `tf.TensorSpec`s.
+        **arguments: As those of `dry_run`.
+    """
+    session.build(batch)
+    group = agreeing.processes(session.options)
+    return dry_run(
+        *(session.model, batch, session.state, installed(session)),
+        group=group,
+        **arguments,
+    )
 
 
 @contextlib.contextmanager
@@ -152,44 +117,7 @@ def installed(session: Session) -> Iterator[None]:
         session.remove()
 
 
-def _measured(
-    step: Callable,
-    data,
-    num_steps: int,
-    group: Engine,
-    at_most_seconds: float = _AT_MOST_SECONDS,
-) -> Rehearsal | None:
-    peaks, seconds = [], []
-    try:
-        # The first run traces, and may take memory that no other does.
-        timed(step, data)
-        for number in range(_MOST_STEPS):
-            if number >= num_steps and sum(seconds) >= _AT_LEAST_SECONDS:
-                break
-            if number > 1 and sum(seconds) > at_most_seconds:
-                break
-            if number < num_steps:
-                time.sleep(_PAUSE_SECONDS)
-            with memory.track() as usage:
-                duration = timed(step, data)
-            # They all have to take as many.
-            seconds.append(agreeing.slowest(group, duration))
-            peaks.append(usage.peak_bytes)
-    except tf.errors.ResourceExhaustedError:
-        return None
-    spread_bytes = _spread(peaks)
-    return Rehearsal(max(peaks) + spread_bytes, min(seconds), spread_bytes)
-
-
-def _spread(peaks: list[int]) -> int:
-    """How much more than the highest peak to count with."""
-    highest = max(peaks)
-    near = sum(peak >= _NEARLY * highest for peak in peaks)
-    often = max(2, _OFTEN * len(peaks))
-    return 0 if near >= often else highest - min(peaks)
-
-
-def timed(step: Callable, data) -> float:
+def timed(step: Callable, data: Iterator) -> float:
     """Takes a step, and returns the seconds until it was done."""
     start = time.perf_counter()
     logs = step(data)
@@ -198,38 +126,62 @@ def timed(step: Callable, data) -> float:
     return time.perf_counter() - start
 
 
-def _num_steps(model: keras.Model, accumulates: bool) -> int:
-    """One, if XLA lays out the memory of a whole step when it compiles it."""
-    is_whole = (
-        not accumulates and model.distribute_strategy.num_replicas_in_sync == 1
-    )
-    return 1 if is_whole and profiling.mode(model) == "xla" else _NUM_STEPS
+def _measured(
+    step: Callable,
+    feed: Callable[[], Iterator],
+    group: Engine,
+    most_seconds: float,
+) -> Measurement | None:
+    peaks, seconds = [], []
+    try:
+        # The first run traces, and may take memory that no other does.
+        timed(step, feed())
+        for number in range(tuning.MOST_STEPS):
+            is_enough = sum(seconds) >= tuning.LEAST_SECONDS
+            if number >= tuning.NUM_STEPS and is_enough:
+                break
+            if number > 1 and sum(seconds) > most_seconds:
+                break
+            if number < tuning.NUM_STEPS:
+                time.sleep(tuning.PAUSE_SECONDS)
+            with memory.track() as usage:
+                duration = timed(step, feed())
+            # They all have to take as many.
+            seconds.append(agreeing.slowest(group, duration))
+            peaks.append(usage.peak_bytes)
+    except tf.errors.ResourceExhaustedError:
+        return None
+    spread_bytes = _spread(peaks)
+    return Measurement(max(peaks) + spread_bytes, min(seconds), spread_bytes)
 
 
-def _batches(strategy, batch) -> Iterator:
-    """Gives every replica the same batch, as often as asked."""
-    made = batches.made_up(batch)
-    leaves = [leaf for leaf in keras.tree.flatten(made) if leaf is not None]
+def _spread(peaks: list[int]) -> int:
+    """How much more than the highest peak to count with."""
+    highest = max(peaks)
+    near = sum(peak >= tuning.NEARLY * highest for peak in peaks)
+    often = max(2, tuning.OFTEN * len(peaks))
+    return 0 if near >= often else highest - min(peaks)
+
+
+def _feed(
+    strategy: tf.distribute.Strategy, batch: Any, in_fit: bool
+) -> Callable[[], Iterator]:
+    """What gives every replica the same random data, as often as asked."""
+    data = batches.made_up(batch)
+    if not in_fit:
+        return lambda: iter([data])
+    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
 
     def structured(*leaves):
         given = iter(leaves)
         return keras.tree.map_structure(
-            lambda leaf: None if leaf is None else next(given), made
+            lambda leaf: None if leaf is None else next(given), data
         )
 
     # A data set is not made of `None`, but may be mapped to it.
-    data = tf.data.Dataset.from_tensors(tuple(leaves)).repeat().map(structured)
-    if strategy.num_replicas_in_sync == 1:
-        return iter(data)
-    return iter(strategy.distribute_datasets_from_function(lambda _: data))
-
-
-@contextlib.contextmanager
-def unchanged(session: Session) -> Iterator[None]:
-    """Gives back what a session's steps change in a block of code.
-
-    Args:
-        session: Whose steps they are; its optimizer is built.
-    """
-    with capture.unchanged(session.state, session.model.metrics):
-        yield
+    repeated = tf.data.Dataset.from_tensors(tuple(leaves)).repeat()
+    dataset = repeated.map(structured)
+    if strategy.num_replicas_in_sync > 1:
+        dataset = strategy.distribute_datasets_from_function(lambda _: dataset)
+    iterator = iter(dataset)
+    return lambda: iterator

@@ -1,7 +1,7 @@
 """Makes a plan for a model's training step, for `fit` and for `kmem.plan`.
 
 The step is profiled once for models of one structure; the plan is then found,
-rehearsed and corrected (correcting.py), or comes from an earlier time.
+run and corrected (correction.py), or comes from an earlier time.
 """
 
 import dataclasses
@@ -16,10 +16,11 @@ import tensorflow as tf
 
 from kmem import memory
 from kmem.base.store import Store
-from kmem.budget.correcting import Corrector
-from kmem.budget.correcting import Learned
-from kmem.budget.dry_run import Rehearsal
-from kmem.budget.dry_run import rehearse
+from kmem.budget import dry_run
+from kmem.budget import tuning
+from kmem.budget.correction import Corrector
+from kmem.budget.correction import Learned
+from kmem.budget.dry_run import Measurement
 from kmem.fit.session import Session
 from kmem.fit.session import option_precision
 from kmem.graph import xla
@@ -39,9 +40,6 @@ from kmem.step.accumulation import build_optimizer
 from kmem.step.capture import DiscardedState
 from kmem.step.capture import all_layers
 
-_MAX_LEARNED = 8
-# How far what is in memory besides may differ, as a share of a plan's peak.
-_SAME = 0.01
 # What no two processes measure alike of a `Stage`.
 _MEASURED = (
     "residual_bytes",
@@ -66,8 +64,8 @@ def plan(
 ) -> Plan:
     """Plans what a model's training step recomputes.
 
-    The model and its state stay as they are. A step is run on made-up numbers
-    to see what it needs, if the model is compiled.
+    The model and its state stay as they are. A step is run on random data to
+    see what it needs, if the model is compiled.
 
     Args:
         model: A built `keras.Model`.
@@ -178,7 +176,7 @@ def make_plan(
     part = _part(batch, options)
     is_counted = memory.is_counted()
     if not is_counted:
-        # What is not rehearsed is not run at all.
+        # Without a dry run, nothing is run at all.
         costs = "flops"
     # The same for all budgets.
     rest = dataclasses.replace(options, remat=None)
@@ -199,9 +197,9 @@ def make_plan(
     gc.collect()
     in_use = agreeing.highest(group, in_use_bytes(model, batch, options))
     asked = *key, options.remat.budget, reserved_bytes
-    made = _kept(asked, in_use)
-    if agreeing.is_same(group, made) and made is not None:
-        return made
+    plan = _saved(asked, in_use)
+    if agreeing.is_same(group, plan) and plan is not None:
+        return plan
     learned = _learned.pop(key, None)
     if learned is None:
         measured = costs == "measured"
@@ -213,18 +211,13 @@ def make_plan(
         )
         learned = Learned(Chooser(network, options.remat.solver))
     _learned[key] = learned
-    while len(_learned) > _MAX_LEARNED:
+    while len(_learned) > tuning.MAX_LEARNED:
         _learned.pop(next(iter(_learned)))
-    corrector = Corrector(
-        learned,
-        part,
-        profiling.mode(model),
-        in_use,
-        _rehearsal(model, batch, options),
-    )
-    made = corrector.plan(options.remat.budget, reserved_bytes, argument)
-    _plans.keep(asked, in_use, made)
-    return made
+    runner = _runner(model, batch, options)
+    corrector = Corrector(learned, part, profiling.mode(model), in_use, runner)
+    plan = corrector.plan(options.remat.budget, reserved_bytes, argument)
+    _plans.keep(asked, in_use, plan)
+    return plan
 
 
 def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
@@ -248,32 +241,36 @@ def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
     return held
 
 
-def _kept(asked: tuple, in_use: int) -> Plan | None:
+def _saved(asked: tuple, in_use: int) -> Plan | None:
     """A plan that was made before, and still is right."""
-    for before, made in _plans.find(asked):
-        peak = made.highest_peak_bytes
-        if abs(in_use - before) > _SAME * peak:
-            continue
-        if made.budget_bytes is None or (
-            peak + in_use - before <= made.budget_bytes
-        ):
-            return made
+    for before, plan in _plans.find(asked):
+        peak, more = plan.highest_peak_bytes, in_use - before
+        is_same = abs(more) <= tuning.SAME * peak
+        budget = plan.budget_bytes
+        if is_same and (budget is None or peak + more <= budget):
+            return plan
     return None
 
 
-def _rehearsal(
+def _runner(
     model: keras.Model, batch, options: MemoryOptions
-) -> Callable[[Plan], Rehearsal | None] | None:
+) -> Callable[[Plan], Measurement | None] | None:
     """What runs the model's step by a plan, if that can be done."""
     strategy = model.distribute_strategy
-    # Several workers would have to agree on what to rehearse.
+    # Several workers would have to agree on what to run.
     alone = strategy.num_replicas_in_sync == 1 or isinstance(
         strategy, tf.distribute.MirroredStrategy
     )
     if not (model.compiled and alone and memory.is_counted()):
         return None
+    group = agreeing.processes(options)
 
-    return lambda plan: rehearse(Session(model, options, plan), batch)
+    def run(plan: Plan) -> Measurement | None:
+        session = Session(model, options, plan)
+        measurement = dry_run.of_session(session, batch)
+        return measurement and measurement.agreed(group)
+
+    return run
 
 
 def build(model: keras.Model, batch) -> None:

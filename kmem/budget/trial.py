@@ -18,11 +18,11 @@ from kmem import dtr
 from kmem import memory
 from kmem.budget.dry_run import installed
 from kmem.budget.dry_run import timed
-from kmem.budget.dry_run import unchanged
 from kmem.dtr import device
 from kmem.dtr.program import Program
 from kmem.dtr.program import read_program
 from kmem.fit.session import Session
+from kmem.step import capture
 
 
 class Trial:
@@ -98,7 +98,8 @@ class Trial:
         model: Any = self._session.model
         # More than one step, if Keras takes several at a time.
         batch = itertools.repeat(self._data[index])
-        with unchanged(self._session), self._installed():
+        state = self._session.state
+        with capture.unchanged(state, model.metrics), self._installed():
             try:
                 with memory.track() as usage:
                     seconds = timed(model.train_function, batch)

@@ -45,6 +45,7 @@ from kmem.step.processes import Alone
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 _SESSIONS = "_kmem_sessions"
 _MAX_SESSIONS = 8
+_NOTHING = contextlib.nullcontext()
 
 
 class Session:
@@ -56,7 +57,6 @@ class Session:
         plan: What `options.remat` recomputes.
 
     Raises:
-        NotImplementedError: If an option's mechanism is still to come.
         ValueError: If the model is not compiled, or an option cannot work
             with it.
     """
@@ -206,15 +206,13 @@ class Session:
             model.run_eagerly = run_eagerly
             for name, function in plain.items():
                 setattr(model, name, function)
-        if self._sharded is not None:
-            for name, function in self._made.items():
-                self._made[name] = self._sharded.watched(function)
 
     def _make_function(self, kind: str, step: Callable) -> None:
         model, name = self.model, f"{kind}_function"
         with patching.attribute(model, f"{kind}_step", step):
             getattr(model, f"make_{name}")(force=True)
-        self._made[name] = getattr(model, name)
+        new = getattr(model, name)
+        self._made[name] = self._sharded.watched(new) if self._sharded else new
 
     def on_batch(self, spec: Any = None) -> Callable:
         """Returns a train function of one batch instead of an iterator.
@@ -312,9 +310,9 @@ class Session:
 
     def _rehearse(self, data, failed: DeviceSession, threshold: int) -> int:
         device = failed.again()
-        with patching.attribute(self, "_dtr", device):
-            with capture.unchanged(self.state, self.model.metrics):
-                self._take_step(data, grows_from=threshold)
+        unchanged = capture.unchanged(self.state, self.model.metrics)
+        with unchanged, patching.attribute(self, "_dtr", device):
+            self._take_step(data, grows_from=threshold)
         return device.limit_bytes
 
     def _take_step(self, data, grows_from: int | None = None):
@@ -336,30 +334,24 @@ class Session:
             return self._user_predict_step(data)
 
     def _forward(self, training: bool):
-        if self._sharded is None:
-            return contextlib.nullcontext()
-        return self._sharded.forward(training)
+        return self._sharded.forward(training) if self._sharded else _NOTHING
 
     def _updating(self):
-        if self._sharded is None:
-            return contextlib.nullcontext()
-        return self._sharded.updating()
+        return self._sharded.updating() if self._sharded else _NOTHING
 
     def _precision(self):
         return option_precision(self.model, self.options)
 
     @contextlib.contextmanager
     def _device(self, grows_from: int | None):
-        with contextlib.ExitStack() as stack:
-            if self._dtr is not None:
-                stack.enter_context(self._dtr.scope(grows_from))
-            if self._blocks is not None:
-                stack.enter_context(self._blocks.compiled())
+        device = self._dtr.scope(grows_from) if self._dtr else _NOTHING
+        blocks = self._blocks.compiled() if self._blocks else _NOTHING
+        with device, blocks:
             yield
 
     def _remat(self):
         if self._plan is None or self._frame is None:
-            return contextlib.nullcontext()
+            return _NOTHING
         return applying.applied(self.model, self._frame, self._plan.segments)
 
 
@@ -393,9 +385,8 @@ def planned_frame(model, options: MemoryOptions, plan: Plan) -> Frame:
 
 def option_precision(model, options: MemoryOptions):
     """The context in which a model computes in what `options` say."""
-    if options.mixed_precision is None:
-        return contextlib.nullcontext()
-    return precision.applied(model, options.mixed_precision)
+    mixed = options.mixed_precision
+    return precision.applied(model, mixed) if mixed else _NOTHING
 
 
 def _as_tensor(leaf):

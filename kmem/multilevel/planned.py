@@ -18,9 +18,9 @@ import keras
 
 from kmem import memory
 from kmem.base.sizes import format_size
-from kmem.budget.correcting import Corrector
-from kmem.budget.correcting import Learned
-from kmem.budget.dry_run import Rehearsal
+from kmem.budget.correction import Corrector
+from kmem.budget.correction import Learned
+from kmem.budget.dry_run import Measurement
 from kmem.keras_graph import applying
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
@@ -101,7 +101,7 @@ class Planned:
 
     def choose(
         self,
-        rehearse: Callable[[], Rehearsal | None] | None = None,
+        rehearse: Callable[[], Measurement | None] | None = None,
         reserved: int = 0,
     ) -> None:
         """Chooses what is recomputed, where that is not given.
@@ -119,11 +119,11 @@ class Planned:
         learned, run = Learned(self._chooser), None
         if rehearse is not None:
 
-            def follow(segments: tuple[Segment, ...]) -> Rehearsal | None:
+            def follow(segments: tuple[Segment, ...]) -> Measurement | None:
                 self._segments = segments
                 return rehearse()
 
-            def run_plan(plan: Plan) -> Rehearsal | None:
+            def run_plan(plan: Plan) -> Measurement | None:
                 return follow(plan.segments)
 
             learned, run = self._as_measured(follow, in_use), run_plan
@@ -156,7 +156,7 @@ class Planned:
         if point is chooser.everything:
             drawn = learned.chooser.everything
             extra_bytes = seen.peak_bytes - drawn.peak_bytes - in_use
-            learned.rehearsed[drawn] = extra_bytes, seen.spread_bytes
+            learned.measured[drawn] = extra_bytes, seen.spread_bytes
         return learned
 
 

@@ -10,21 +10,19 @@ together; each waits for the variables that the one before updates.
 """
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kmem.budget.dry_run import Rehearsal
-from kmem.budget.dry_run import rehearse_steps
+from kmem.budget.dry_run import Measurement
+from kmem.budget.dry_run import dry_run
 from kmem.fit import pipeline
 from kmem.multilevel import passes
 from kmem.multilevel.level import Level
 from kmem.multilevel.rounds import Structure
 from kmem.step import batches
-from kmem.step import capture
 from kmem.step import patching
 
 
@@ -84,21 +82,24 @@ def _element(program, structure: Structure, rows: dict[str, Any]) -> dict:
 
 def _rehearse(
     program, structure: Structure, level: Level, element
-) -> Rehearsal | None:
+) -> Measurement | None:
     """Runs steps in which only one level computes."""
-    with (
-        capture.unchanged(_state(structure), program.metrics),
-        contextlib.ExitStack() as stack,
-    ):
+    training = _alone(program, structure, level)
+    return dry_run(program, element, _state(structure), training)
+
+
+@contextlib.contextmanager
+def _alone(program, structure: Structure, level: Level) -> Iterator[None]:
+    """Within, the program trains one of its levels."""
+    with contextlib.ExitStack() as stack:
         for other in structure.levels:
             if other is not level:
                 stack.enter_context(_without_passes(other))
         program.make_train_function(force=True)
         try:
-            return rehearse_steps(program, element)
+            yield
         finally:
             program.train_function = None
-            gc.collect()
 
 
 @contextlib.contextmanager

@@ -3,16 +3,17 @@
 import io
 import os
 import pathlib
+import struct
 
 import keras
+import tensorflow as tf
 
-from kmem.budget.choices import MemoryReport
+from kmem.budget.report import MemoryReport
 from kmem.fit.session import option_precision
 from kmem.keras_graph import profiling
 from kmem.planning import picture
 from kmem.reporting import page
 from kmem.reporting import pictures
-from kmem.reporting import tensorboard
 from kmem.step import batches
 
 
@@ -54,29 +55,29 @@ def report(
     kmem.report(model, "report.html")
     ```
     """
-    found = getattr(model, "memory_report", None)
-    if not isinstance(found, MemoryReport):
+    memory_report = getattr(model, "memory_report", None)
+    if not isinstance(memory_report, MemoryReport):
         raise ValueError(
             "`model` must have been trained with `fit(memory_budget=...)`, "
             "which leaves what is drawn here in `model.memory_report`. "
-            f"Received: model={model.name}, memory_report={found!r}"
+            f"Received: model={model.name}, memory_report={memory_report!r}"
         )
     path = pathlib.Path(path)
-    drawn = _draw(found, _profiled(model, found))
+    drawn = _draw(memory_report, _profiled(model, memory_report))
     for name, (_, png) in drawn.items():
         path.with_name(f"{path.stem}_{name}.png").write_bytes(png)
-    by_title = dict(drawn.values())
-    path.write_text(page.write(found, model.name, by_title), encoding="utf-8")
+    text = page.write(memory_report, model.name, dict(drawn.values()))
+    path.write_text(text, encoding="utf-8")
     if log_dir is not None:
         by_name = {name: png for name, (_, png) in drawn.items()}
-        tensorboard.write_images(by_name, log_dir)
+        _write_images(by_name, log_dir)
 
 
-def _profiled(model, found: MemoryReport) -> pictures.Graphs:
+def _profiled(model, memory_report: MemoryReport) -> pictures.Graphs:
     """The steps of the plain and the chosen options, unless a plan tells."""
-    batch = batches.from_json(found.batch)
+    batch = batches.from_json(memory_report.batch)
     graphs = {}
-    for choice in (found.plain, found.chosen):
+    for choice in (memory_report.plain, memory_report.chosen):
         options = choice.options
         if choice.plan is not None:
             continue
@@ -88,20 +89,36 @@ def _profiled(model, found: MemoryReport) -> pictures.Graphs:
 
 
 def _draw(
-    found: MemoryReport, graphs: pictures.Graphs
+    memory_report: MemoryReport, graphs: pictures.Graphs
 ) -> dict[str, tuple[str, bytes]]:
     """Each picture's name, with its title and itself as PNG."""
-    plan = found.chosen.plan
+    step = pictures.draw_step(memory_report, graphs)
+    num_bytes = pictures.draw_bytes(memory_report, graphs)
     figures = {
-        "step": ("Memory over the step", pictures.draw_step(found, graphs)),
-        "bytes": ("Where the bytes are", pictures.draw_bytes(found, graphs)),
-        "choices": ("What was tried", pictures.draw_choices(found)),
-        "plan": ("The plan", picture.figure(plan) if plan else None),
+        "step": ("Memory over the step", step),
+        "bytes": ("Where the bytes are", num_bytes),
+        "choices": ("What was tried", pictures.draw_choices(memory_report)),
     }
+    plan = memory_report.chosen.plan
+    if plan is not None:
+        figures["plan"] = "The plan", picture.figure(plan)
     drawn = {}
     for name, (title, figure) in figures.items():
-        if figure is not None:
-            file = io.BytesIO()
-            figure.savefig(file, format="png", dpi=150)
-            drawn[name] = title, file.getvalue()
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=150)
+        drawn[name] = title, file.getvalue()
     return drawn
+
+
+def _write_images(drawn: dict[str, bytes], log_dir: str | os.PathLike) -> None:
+    """Writes PNGs as images of step 0, without the package TensorBoard."""
+    metadata = tf.compat.v1.SummaryMetadata()
+    metadata.plugin_data.plugin_name = "images"
+    writer = tf.summary.create_file_writer(str(log_dir))
+    with writer.as_default(step=0):
+        for name, png in drawn.items():
+            # A PNG's header is of 24 bytes; the last 8 are its size.
+            width, height = struct.unpack(">2I", png[16:24])
+            image = [str(width).encode(), str(height).encode(), png]
+            tf.summary.write(f"memory/{name}", image, metadata=metadata)
+    writer.close()

@@ -7,16 +7,17 @@ without a network; they lie beside it as well, for a talk or a paper.
 import base64
 import datetime
 import html
-import importlib.metadata
 import importlib.resources
 import string
 
+import keras
+import tensorflow as tf
+
 from kmem.base.sizes import format_size
 from kmem.base.versions import __version__
-from kmem.budget.choices import Choice
-from kmem.budget.choices import MemoryReport
-from kmem.budget.choices import describe
-from kmem.reporting import steps
+from kmem.budget.report import Choice
+from kmem.budget.report import MemoryReport
+from kmem.budget.report import describe
 
 _MAX_ROWS = 30
 
@@ -59,11 +60,11 @@ def _headline(report: MemoryReport, name: str) -> str:
     peak = format_size(report.chosen.predicted_peak_bytes)
     before = format_size(report.plain.predicted_peak_bytes)
     budget = format_size(report.budget_bytes)
-    if steps.is_plain(report):
+    if report.is_plain:
         return f"A step of {name} takes {peak}, and fits in {budget} as it is"
     return (
         f"A step of {name} takes {peak} instead of {before}, within a budget "
-        f"of {budget}, for {_slowdown(report, report.chosen)} the time"
+        f"of {budget}, for {report.slowdown(report.chosen):.2f}x the time"
     )
 
 
@@ -77,12 +78,8 @@ def _measured(report: MemoryReport) -> str:
     )
 
 
-def _slowdown(report: MemoryReport, choice: Choice) -> str:
-    return f"{choice.predicted_seconds / report.plain.predicted_seconds:.2f}x"
-
-
 def _section(heading: str, content: str) -> str:
-    return f"<section><h2>{html.escape(heading)}</h2>\n{content}</section>"
+    return f"<section><h2>{heading}</h2>\n{content}</section>"
 
 
 def _image(title: str, png: bytes) -> str:
@@ -92,7 +89,7 @@ def _image(title: str, png: bytes) -> str:
 
 
 def _table(report: MemoryReport) -> str:
-    choices = steps.all_choices(report)
+    choices = report.choices
     shown = choices[:_MAX_ROWS]
     if report.plain not in shown:
         shown[-1] = report.plain
@@ -116,14 +113,15 @@ def _row(report: MemoryReport, choice: Choice) -> str:
         f"<td{over}>{format_size(peak)}</td>"
         f"<td>{'' if measured is None else format_size(measured)}</td>"
         f"<td>{choice.predicted_seconds * 1e3:.1f}</td>"
-        f"<td>{_slowdown(report, choice)}</td></tr>"
+        f"<td>{report.slowdown(choice):.2f}x</td></tr>"
     )
 
 
 def _versions() -> str:
-    others = (
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("tensorflow", "keras")
-    )
-    today = datetime.date.today().isoformat()
-    return ", ".join([f"kmem {__version__}", *others, today])
+    versions = {
+        "kmem": __version__,
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+    }
+    names = [f"{name} {version}" for name, version in versions.items()]
+    return ", ".join([*names, datetime.date.today().isoformat()])

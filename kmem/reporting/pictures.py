@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from kmem.base import drawing
 from kmem.base.sizes import format_size
-from kmem.budget.choices import Choice
-from kmem.budget.choices import MemoryReport
-from kmem.budget.choices import describe
+from kmem.budget.report import Choice
+from kmem.budget.report import MemoryReport
+from kmem.budget.report import describe
 from kmem.options import MemoryOptions
 from kmem.planning.graph import Graph
 from kmem.reporting import steps
@@ -105,12 +105,12 @@ def draw_choices(report: MemoryReport) -> "Figure":
     figure = drawing.new_figure("a report")
     axes = figure.subplots()
     scale, _ = _scale(report)
-    choices = steps.all_choices(report)
+    choices = report.choices
 
     def points(chosen: list[Choice], **style) -> None:
         axes.plot(
             [choice.predicted_peak_bytes / scale for choice in chosen],
-            [_slowdown(report, choice) for choice in chosen],
+            [report.slowdown(choice) for choice in chosen],
             **style,
         )
 
@@ -119,20 +119,20 @@ def draw_choices(report: MemoryReport) -> "Figure":
         drawstyle="steps-post",
         color=drawing.AMBER,
         linewidth=2,
-        label="the quickest for its peak",
+        label="the fastest for its peak",
     )
     for mechanism, (marker, color) in _MARKERS.items():
-        found = [c for c in choices if _mechanism(c) == mechanism]
-        if found:
+        alike = [c for c in choices if _mechanism(c) == mechanism]
+        if alike:
             style = {"marker": marker, "color": color, "linestyle": "none"}
-            points(found, **style, label=mechanism)
+            points(alike, **style, label=mechanism)
     star = {"marker": "*", "markersize": 18, "linestyle": "none"}
     points([report.chosen], **star, color=drawing.BLUE, label="chosen")
     measured = report.chosen.measured_peak_bytes
     if measured is not None:
         axes.plot(
             [measured / scale],
-            [_slowdown(report, report.chosen)],
+            [report.slowdown(report.chosen)],
             **star,
             color=drawing.BLUE,
             markerfacecolor="none",
@@ -147,23 +147,13 @@ def draw_choices(report: MemoryReport) -> "Figure":
 
 
 def _before_and_after(report: MemoryReport) -> list[Choice]:
-    if steps.is_plain(report):
-        return [report.chosen]
-    return [report.plain, report.chosen]
+    return [report.plain][report.is_plain :] + [report.chosen]
 
 
 def _mechanism(choice: Choice) -> str:
-    options = choice.options
-    parts, remat = options.microbatches, options.remat
-    if parts and remat:
-        return "both"
-    if parts or remat:
-        return "micro-batches" if parts else "recomputation"
-    return "neither"
-
-
-def _slowdown(report: MemoryReport, choice: Choice) -> float:
-    return choice.predicted_seconds / report.plain.predicted_seconds
+    if choice.options.microbatches:
+        return "both" if choice.options.remat else "micro-batches"
+    return "recomputation" if choice.options.remat else "neither"
 
 
 def _highest(report: MemoryReport) -> int:

@@ -15,8 +15,8 @@ import functools
 
 import numpy as np
 
-from kmem.budget.choices import Choice
-from kmem.budget.choices import MemoryReport
+from kmem.budget.report import Choice
+from kmem.budget.report import MemoryReport
 from kmem.options import MemoryOptions
 from kmem.planning.graph import Graph
 from kmem.planning.simulate import simulate
@@ -59,38 +59,21 @@ class Step:
 
     def at_peak(self) -> dict[str, int]:
         """What is in memory at the peak, besides what always is."""
-        peak = int(np.argmax(self._step_bytes))
-        without_gradients = dataclasses.replace(
-            self.graph,
-            tensor_bytes=tuple(
-                0 if tensor in self.graph.results else num_bytes
-                for tensor, num_bytes in enumerate(self.graph.tensor_bytes)
-            ),
-        )
-        without_workspace = dataclasses.replace(
-            self.graph,
-            operations=tuple(
-                dataclasses.replace(operation, workspace_bytes=0)
-                for operation in self.graph.operations
-            ),
-        )
+        graph, peak = self.graph, int(np.argmax(self._step_bytes))
         total = int(self._step_bytes[peak])
-        gradients, workspace = (
-            total - simulate(graph, self.schedule).step_bytes[peak]
-            for graph in (without_gradients, without_workspace)
-        )
-        constant = self.graph.constant_bytes
+        workspace = graph.operations[self.schedule[peak]].workspace_bytes
+        sizes = [
+            0 if tensor in graph.results else num_bytes
+            for tensor, num_bytes in enumerate(graph.tensor_bytes)
+        ]
+        without = dataclasses.replace(graph, tensor_bytes=tuple(sizes))
+        gradients = total - simulate(without, self.schedule).step_bytes[peak]
         return {
             "gradients": gradients,
-            "activations": total - constant - gradients - workspace,
+            "activations": total
+            - (graph.constant_bytes + gradients + workspace),
             "workspace": workspace,
         }
-
-
-def all_choices(report: MemoryReport) -> list[Choice]:
-    """The chosen one, the others from the best on, and the plain one."""
-    others = [c for c in report.alternatives if c != report.plain]
-    return list(dict.fromkeys([report.chosen, *others, report.plain]))
 
 
 def step_of(choice: Choice, graphs: dict[MemoryOptions, Graph]) -> Step:
@@ -127,12 +110,7 @@ def fastest_for_their_peak(choices: list[Choice]) -> list[Choice]:
         choices, key=lambda c: (c.predicted_peak_bytes, c.predicted_seconds)
     )
     for choice in by_peak:
-        quickest = front[-1].predicted_seconds if front else np.inf
-        if choice.predicted_seconds < quickest:
+        least = front[-1].predicted_seconds if front else np.inf
+        if choice.predicted_seconds < least:
             front.append(choice)
     return front
-
-
-def is_plain(report: MemoryReport) -> bool:
-    """Whether nothing was chosen: the step fits as it is."""
-    return report.chosen.options == report.plain.options

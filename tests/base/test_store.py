@@ -1,6 +1,5 @@
 """What was found out is found again: by later calls, and later processes."""
 
-import functools
 import gc
 import json
 
@@ -12,9 +11,7 @@ from keras import layers
 
 import kmem
 from kmem.base.store import Store
-from kmem.budget import dry_runs
 from kmem.budget import planner
-from kmem.budget import turns
 
 KEY = "a model", 64, "auto"
 
@@ -108,53 +105,3 @@ def test_a_model_is_measured_and_planned_for_once(monkeypatch):
     with pytest.raises(AssertionError, match="measured again"):
         kmem.plan(make(), (x, x))
     del ballast
-
-
-def choose(folder, rehearse=None, kernel_size=3):
-    """What is chosen for a budget, whether it was kept, and how many steps
-    were rehearsed, or compared, by another function if one is given."""
-    Store.folder = lambda store: folder / store.name
-    rehearsed = []
-
-    def counted(function):
-        return lambda *args: rehearsed.append(args) or function(*args)
-
-    dry_runs.rehearse_on_batch = counted(rehearse or dry_runs.rehearse_on_batch)
-    turns.compare = counted(rehearse or turns.compare)
-    x = np.zeros((4096, 8, 4), "float32")
-    # Beside it what other steps still hold is little.
-    ballast = tf.zeros([256 * x.size])
-    budget = kmem.memory.current() + 16 * x.nbytes
-    model = kmem.wrap(make(kernel_size))
-    with kmem.memory.track() as usage:
-        model.fit(x, x, batch_size=4096, memory_budget=budget, verbose=0)
-    del ballast
-    chosen = model.memory_report.chosen.options
-    return chosen, usage.peak_bytes <= budget, len(rehearsed)
-
-
-def choose_again(folder):
-    """The same where nothing may be rehearsed, and what another model does."""
-
-    def rehearse(*_):
-        raise AssertionError("rehearsed again")
-
-    same = choose(folder, rehearse)
-    with pytest.raises(AssertionError, match="rehearsed again"):
-        choose(folder, rehearse, kernel_size=5)
-    return same
-
-
-@pytest.mark.exhaustive
-def test_a_program_that_runs_again_rehearses_nothing(tmp_path, native_library):
-    folder = tmp_path / "kept"
-    first = functools.partial(choose, folder)
-    again = functools.partial(choose_again, folder)
-
-    ((chosen, keeps, num_rehearsals),) = kmem.distributed.launch(first, 1)
-    (same,) = kmem.distributed.launch(again, 1)
-
-    assert chosen.microbatches or chosen.remat
-    assert keeps
-    assert num_rehearsals > 0
-    assert same == (chosen, True, 0)

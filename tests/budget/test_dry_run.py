@@ -1,6 +1,8 @@
-"""A rehearsal tells the peak to count with."""
+"""A dry run tells the peak to count with."""
 
 import contextlib
+import itertools
+import math
 import types
 
 import keras
@@ -11,36 +13,40 @@ import tensorflow as tf
 import kmem
 from kmem import memory
 from kmem.budget import dry_run
+from kmem.budget import tuning
 from kmem.fit.session import Session
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
 
-def _rehearsed(monkeypatch, peaks):
-    """A rehearsal of a step whose peaks are given, again and again."""
+def _measured(monkeypatch, peaks):
+    """A dry run of a step whose peaks are given, again and again."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    seen = []
+    given = itertools.cycle(peaks)
 
     @contextlib.contextmanager
     def track():
-        seen.append(peaks[len(seen) % len(peaks)])
-        yield types.SimpleNamespace(peak_bytes=seen[-1])
+        yield types.SimpleNamespace(peak_bytes=next(given))
 
     monkeypatch.setattr(memory, "track", track)
+    # As many steps as are taken at most.
+    monkeypatch.setattr(tuning, "LEAST_SECONDS", math.inf)
     session = Session(kmem.wrap(model), kmem.MemoryOptions())
     batch = tuple(tf.TensorSpec([4, n], np.float32) for n in (2, 1))
-    return dry_run.rehearse(session, batch)
+    return dry_run.of_session(session, batch)
 
 
 def test_a_peak_that_many_steps_have_is_the_one_to_count_with(monkeypatch):
-    found = _rehearsed(monkeypatch, [2_000_000, 1_900_000, 2_000_001])
+    measurement = _measured(monkeypatch, [2_000_000, 1_900_000, 2_000_001])
 
-    assert (found.peak_bytes, found.spread_bytes) == (2_000_001, 0)
+    assert measurement.peak_bytes == 2_000_001
+    assert measurement.spread_bytes == 0
 
 
 def test_a_peak_that_few_steps_have_may_not_be_the_highest(monkeypatch):
-    found = _rehearsed(monkeypatch, [1_900_000] * 9 + [2_000_000])
+    measurement = _measured(monkeypatch, [1_900_000] * 9 + [2_000_000])
 
-    assert (found.peak_bytes, found.spread_bytes) == (2_100_000, 100_000)
+    assert measurement.peak_bytes == 2_100_000
+    assert measurement.spread_bytes == 100_000

@@ -1,5 +1,5 @@
-"""`memory_budget`: the step is taken in some way that fits, and undone if it
-does not fit after all."""
+"""`memory_budget`: options are chosen with which the step fits, and it is
+undone if it does not fit after all."""
 
 import dataclasses
 import gc
@@ -13,12 +13,11 @@ from keras import layers
 from peaks import peaks_bytes
 
 import kmem
-from kmem.budget import dry_runs
+from kmem.budget import dry_run
 from kmem.budget import planner
-from kmem.budget import probing
-from kmem.budget import searching
-from kmem.budget import turns
-from kmem.budget.choices import describe
+from kmem.budget import timing
+from kmem.budget import tuning
+from kmem.budget.report import describe
 from kmem.fit.session import Session
 from kmem.step import batches
 from kmem.step import capture
@@ -139,11 +138,11 @@ def test_a_budget_is_kept_with_the_same_numbers(plain, share):
 def test_the_sum_of_gradients_may_take_the_place_of_those_of_a_step(
     monkeypatch,
 ):
-    def draw(rehearsals, options, batch, most_bytes):
-        """Four rows take all of the room."""
-        return probing.Line(0, most_bytes / 4, 1e-3)
+    def line(self, options, most_bytes):
+        """Four examples take all of the room."""
+        return timing.Line(0, most_bytes / 4, 1e-3)
 
-    monkeypatch.setattr(probing, "draw", draw)
+    monkeypatch.setattr(timing.Timing, "line", line)
     inputs = keras.Input((64, 64, 3))
     x = layers.Conv2D(32, 3, padding="same", activation="tanh")(inputs)
     x = layers.Flatten()(layers.MaxPooling2D(8)(x))
@@ -174,24 +173,24 @@ def test_larger_parts_are_planned_for_where_they_may_take_less_for_a_row(
     # Of a part, by its rows: two of 16 take 0.08 s less than four of 8, and
     # one of 32 may take as much less again.
     seconds = {32: 1.0, 16: 0.6, 8: 0.32}
-    rehearse = dry_runs.Rehearsals.run
+    measure = timing.Timing.measure
 
-    def run(self, step, at_most_seconds):
-        seen, session = rehearse(self, step, at_most_seconds)
-        if seen is not None:
+    def measured(self, step, *most_seconds):
+        measurement, session = measure(self, step, *most_seconds)
+        if measurement is not None:
             num_parts = step.options.num_parts
             rows = step.batch[0].shape[0] // num_parts
             took = num_parts * seconds.get(rows, rows)
-            seen = dataclasses.replace(seen, seconds=took)
-        return seen, session
+            measurement = dataclasses.replace(measurement, seconds=took)
+        return measurement, session
 
     make_plan = planner.make_plan
 
     def computed(model, batch, options, costs, *rest):
         return make_plan(model, batch, options, "flops", *rest)
 
-    monkeypatch.setattr(dry_runs.Rehearsals, "run", run)
-    monkeypatch.setattr(searching, "_CLOSE", 0.0)
+    monkeypatch.setattr(timing.Timing, "measure", measured)
+    monkeypatch.setattr(tuning, "DOUBT", 0.0)
     # What a plan costs is not to depend on how busy the machine is.
     monkeypatch.setattr(planner, "make_plan", computed)
     _, needed = plain
@@ -201,8 +200,8 @@ def test_larger_parts_are_planned_for_where_they_may_take_less_for_a_row(
 
     report = model.memory_report
     tried = [c.options for c in (report.chosen, *report.alternatives)]
-    ways = {(o.num_parts, o.remat is not None) for o in tried}
-    assert {(1, True), (2, False), (4, False)} <= ways
+    pairs = {(o.num_parts, o.remat is not None) for o in tried}
+    assert {(1, True), (2, False), (4, False)} <= pairs
 
 
 @pytest.mark.parametrize(
@@ -212,13 +211,13 @@ def test_larger_parts_are_planned_for_where_they_may_take_less_for_a_row(
         (100.0, min),
     ],
 )
-def test_of_close_ways_the_one_that_is_quicker_in_turns_is_chosen(
+def test_of_close_options_the_one_that_is_faster_in_turns_is_chosen(
     plain, monkeypatch, ratio, extreme
 ):
-    monkeypatch.setattr(searching, "_CLOSE", 1.0)
-    monkeypatch.setattr(turns, "compare", lambda *_: ratio)
-    # What this process has seen.
-    monkeypatch.setattr(dry_runs._ratios, "_kept", {})
+    monkeypatch.setattr(tuning, "DOUBT", 1.0)
+    monkeypatch.setattr(timing, "ratio_in_turns", lambda *_: ratio)
+    # What this process has measured.
+    monkeypatch.setattr(timing, "_ratios", {})
     _, needed = plain
     model = _model()
     budget = _budget(needed, 0.6)
@@ -246,7 +245,7 @@ def test_steps_in_turns_leave_a_model_as_it_was():
     sessions = [Session(model, each) for each in options]
     specs = [tf.TensorSpec(array.shape, array.dtype) for array in _data(4)]
 
-    ratio = turns.compare(sessions, [tuple(specs)] * 2)
+    ratio = timing.ratio_in_turns(sessions, [tuple(specs)] * 2)
 
     assert ratio > 0
     for got, value in zip(_weights(model), before, strict=True):
@@ -270,6 +269,25 @@ def _tried_with_the_room_of(count, model, data):
     options = [c.options for c in (report.chosen, *report.alternatives)]
     counts = [o.microbatches.count if o.microbatches else 1 for o in options]
     return {(n, bool(o.remat)) for n, o in zip(counts, options, strict=True)}
+
+
+def test_what_was_measured_serves_models_of_the_same_structure(monkeypatch):
+    def fit(width):
+        hidden = layers.Dense(width, "tanh")
+        model = keras.Sequential([keras.Input((4,)), hidden, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        x = np.zeros((8, 4), "float32")
+        kmem.wrap(model).fit(x, x[:, :1], verbose=0, memory_budget="8GB")
+
+    def run(*_, **__):
+        raise AssertionError("measured again")
+
+    fit(16)
+    monkeypatch.setattr(dry_run, "dry_run", run)
+    fit(16)
+
+    with pytest.raises(AssertionError, match="measured again"):
+        fit(17)
 
 
 def test_an_impossible_budget_names_the_smallest_that_would_do(plain):

@@ -110,7 +110,7 @@ def test_a_step_within_fit_needs_what_was_predicted():
     with kmem.memory.track("CPU") as usage:
         model.train_on_batch(*data)
 
-    # Its own batch, as in a rehearsal, is part of the prediction.
+    # Its own batch, as in a dry run, is part of the prediction.
     assert inputs >= 0
     assert usage.peak_bytes <= 1.05 * plan.predicted_peak_bytes
 

@@ -150,7 +150,6 @@ def test_a_budget_is_kept_and_predicted_with_the_same_numbers(
     plain_peaks, planned_peaks = found["peaks"]
     assert planned_peaks[0] <= min(found["budget"], 0.9 * plain_peaks[0])
     assert planned_peaks[0] == pytest.approx(found["predicted"], rel=0.1)
-    # Hence a rehearsal of one step.
     assert planned_peaks[0] == pytest.approx(planned_peaks[1], rel=1e-4)
     assert found["slowdown"] > 1
 

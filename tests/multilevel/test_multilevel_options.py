@@ -153,7 +153,7 @@ def step_bytes(program, data):
     return callback.peak_bytes
 
 
-def test_a_budget_of_a_level_is_kept_by_rehearsal(native_library):
+def test_a_budget_of_a_level_is_kept_by_dry_runs(native_library):
     # Of operations that take their time, so that they end in one order.
     program, data = deep(rows=2**13, depth=12)
     program = Program(program.levels[:1])

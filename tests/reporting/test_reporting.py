@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import kmem
-from kmem.budget.choices import Choice
-from kmem.budget.choices import MemoryReport
+from kmem.budget.report import Choice
+from kmem.budget.report import MemoryReport
 from kmem.options import MemoryOptions
 from kmem.planning.network import Network
 from kmem.planning.network import Segment

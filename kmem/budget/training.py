@@ -1,15 +1,15 @@
-"""Trains within a memory budget, and adapts when a step does not keep it.
+"""Trains within a memory budget, and adapts when a step exceeds it.
 
-A way to take a step is chosen for the first batch, and again for each that is
-larger in some dimension than those before. What a step changes is kept
-outside of the device until it is done: a step that runs out of memory is
-undone and taken again, in the same way first, for what took the memory may be
-gone, then in one that is chosen for less. One that was done, and needed more
-than the budget, makes the next ones use less.
+Options are chosen for the first batch, and again for each that is larger in
+some dimension than those before. What a step changes is kept in host memory
+until it is done: a step that runs out of memory is undone and taken again,
+with the same options first, for what took the memory may be gone, then with
+some that are chosen for less. One that was done, and needed more than the
+budget, makes the next ones use less.
 
 Processes that train in shards choose together, and cannot undo a step: one
 that runs out of memory ends them all. What this does not do: choose
-(autotune.py), or undo what a step does outside of the model.
+(search.py), or undo what a step does outside of the model.
 """
 
 import contextlib
@@ -24,11 +24,14 @@ import tensorflow as tf
 
 from kmem import memory
 from kmem.base.sizes import format_size
-from kmem.budget import autotune
-from kmem.budget.choices import MemoryReport
-from kmem.budget.choices import describe
+from kmem.budget import search
+from kmem.budget import tuning
+from kmem.budget.report import MemoryReport
+from kmem.budget.report import describe
+from kmem.budget.report import received_budget
 from kmem.fit import pipeline
 from kmem.fit.guarding import guarded
+from kmem.fit.session import Session
 from kmem.fit.session import compiled_state
 from kmem.options import MemoryOptions
 from kmem.options import Sharding
@@ -38,12 +41,6 @@ from kmem.step import batches
 from kmem.step import capture
 
 _SESSIONS = "_kmem_budgeted"
-# How often a step is taken before it is given up, and by which share of the
-# budget each choice has to need less than one that ran out of memory.
-_MAX_ATTEMPTS = 6
-_STEP_SHARE = 0.1
-# In how many steps processes tell one another what they needed.
-_NUM_AGREED = 3
 
 
 @dataclasses.dataclass
@@ -51,7 +48,7 @@ class _Bucket:
     """How steps are taken with batches of some shapes, or smaller ones."""
 
     batch: Any
-    way: autotune.Way
+    session: Session
     report: MemoryReport
     # Between the steps.
     expected_in_use_bytes: int
@@ -65,12 +62,12 @@ class _Bucket:
     def step(self, spec: Any) -> Callable:
         """Takes a step with a batch, of which `fit` knows this."""
         if self.function is None or self.function[0] != repr(spec):
-            self.function = repr(spec), self.way.session.on_batch(spec)
+            self.function = repr(spec), self.session.on_batch(spec)
         return self.function[1]
 
     def read_state(self) -> capture.Reader:
         """Reads what a step changes; the first one may make variables."""
-        state = self.way.session.state
+        state = self.session.state
         reader = self.reader
         if reader is None or not reader.reads(state):
             reader = self.reader = capture.Reader(state)
@@ -95,7 +92,7 @@ class BudgetedSession:
         self._group = agreeing.processes(options)
         self._budget = _budget_bytes(options)
         given = options.memory_budget
-        self._received = autotune.received_budget(given, self._budget)
+        self._received = received_budget(given, self._budget)
         self._verbose = 0
         # What steps were seen to need beyond what was predicted.
         self._less = 0
@@ -172,7 +169,7 @@ class BudgetedSession:
     def remove(self, failed: bool = False) -> None:
         """Gives the model its own functions back. May be called twice."""
         if self._bucket is not None:
-            self._bucket.way.session.remove(failed)
+            self._bucket.session.remove(failed)
         if self.trains():
             self.model.train_function = self._plain_function
         self._function = None
@@ -192,9 +189,9 @@ class BudgetedSession:
         if self._group.size > 1:
             return self._step_with_others(bucket, batch)
         message = ""
-        for attempt in range(_MAX_ATTEMPTS):
+        for attempt in range(tuning.MAX_ATTEMPTS):
             if attempt > 1:
-                less = int(_STEP_SHARE * self._budget)
+                less = int(tuning.OUT_OF_MEMORY_STEP * self._budget)
                 bucket = self._with_less(bucket, less, message)
             state = capture.State(bucket.read_state(), self.model.metrics)
             with memory.track() as usage:
@@ -203,8 +200,8 @@ class BudgetedSession:
                 self._learn(bucket, usage.peak_bytes)
                 return logs
             state.restore()
-            way = describe(bucket.way.choice.options)
-            self._event(f"A step ran out of memory ({way}) and was undone.")
+            option = describe(bucket.session.options)
+            self._event(f"A step ran out of memory ({option}) and was undone.")
         raise self._given_up(message)
 
     def _step_with_others(self, bucket: _Bucket, batch):
@@ -221,7 +218,7 @@ class BudgetedSession:
                 f"Received: {self._received}",
             )
         bucket.num_steps += 1
-        if bucket.num_steps <= _NUM_AGREED:
+        if bucket.num_steps <= tuning.NUM_AGREED:
             self._learn(bucket, agreeing.highest(self._group, usage.peak_bytes))
         return logs
 
@@ -234,7 +231,7 @@ class BudgetedSession:
         # The device may have become smaller.
         room = min(self._budget, memory.capacity())
         with self._whole():
-            way, report = autotune.choose(
+            session, report = search.choose(
                 self.model,
                 self._options,
                 batch,
@@ -244,7 +241,7 @@ class BudgetedSession:
             )
         report = dataclasses.replace(report, budget_bytes=self._budget)
         in_use = report.in_use_bytes + reserved_bytes
-        bucket = _Bucket(batch, way, report, in_use)
+        bucket = _Bucket(batch, session, report, in_use)
         self._buckets.append(bucket)
         self._show(bucket)
         if self._verbose:
@@ -254,19 +251,18 @@ class BudgetedSession:
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
         """Within, the model is not in the shards in which it trains."""
-        session = self._bucket.way.session if self._bucket else None
-        if not (session and session.options.sharding and self.trains()):
+        bucket = self._bucket
+        if not (self.trains() and bucket and bucket.session.options.sharding):
             yield
             return
-        session.remove()
+        bucket.session.remove()
         try:
             yield
         finally:
-            session.install(self._in_fit)
-            self.model.train_function = self._function
+            self._enter(bucket)
 
     def _choose_in_training(self, batch) -> _Bucket:
-        # What a pipeline has to make ready again. A rehearsal makes a batch of
+        # What a pipeline has to make ready again. A dry run makes a batch of
         # its own, beside the one that is in memory by now.
         ready = pipeline.ready_bytes(batch) if self._in_fit else 0
         return self._choose(batch, ready - self._in_hand)
@@ -275,7 +271,7 @@ class BudgetedSession:
         """Chooses anew for a bucket, so many bytes below what it had.
 
         Raises:
-            tf.errors.ResourceExhaustedError: If there is no such way.
+            tf.errors.ResourceExhaustedError: If nothing needs less.
         """
         self._less += less
         try:
@@ -287,11 +283,11 @@ class BudgetedSession:
         return found
 
     def _enter(self, bucket: _Bucket) -> None:
-        """Trains, and validates, in a bucket's way from now on."""
+        """Trains, and validates, as in a bucket from now on."""
         if self._bucket is not None:
-            self._bucket.way.session.remove()
+            self._bucket.session.remove()
         self._bucket = bucket
-        bucket.way.session.install(self._in_fit)
+        bucket.session.install(self._in_fit)
         self.model.train_function = self._function
         self._show(bucket)
 
@@ -321,7 +317,7 @@ class BudgetedSession:
     def _tell_of_parts(self) -> None:
         """After a step: says which layers see one part at a time."""
         bucket: Any = self._bucket
-        session = bucket.way.session
+        session = bucket.session
         layers = session.gradient_step.layers_that_see_parts
         names = tuple(layer.name for layer in layers)
         if names == bucket.report.layers_that_see_parts:
@@ -338,9 +334,9 @@ class BudgetedSession:
         return tf.errors.ResourceExhaustedError(
             None,
             None,
-            "A step ran out of memory, in every way that is known to need "
-            "less as well. The model is as it was before the step: make the "
-            f"batch smaller or the budget larger. {message} Received: "
+            "A step ran out of memory, with every option that is known to "
+            "need less as well. The model is as it was before the step: make "
+            f"the batch smaller or the budget larger. {message} Received: "
             f"{self._received}",
         )
 

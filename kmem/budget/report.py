@@ -1,18 +1,20 @@
 """What `memory_budget` chose, and what else there was, as data."""
 
 import dataclasses
+import math
 
 from kmem.base.sizes import format_size
+from kmem.budget import tuning
 from kmem.options import MemoryOptions
 from kmem.planning.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A way to take a step.
+    """An option for a step that was tried, or expected not to be worth it.
 
     Attributes:
-        options: The options that take it.
+        options: The options of the step.
         predicted_peak_bytes: The device's peak during the step.
         predicted_seconds: The step's time.
         measured_peak_bytes: The most that it was seen to need in training, or
@@ -40,7 +42,7 @@ class MemoryReport:
         budget_bytes: The budget.
         plain: What a step would take without any of kmem's choices.
         chosen: What is done.
-        alternatives: What else was looked at, the quickest first.
+        alternatives: What else was looked at, the fastest first.
         in_use_bytes: What was in memory before the step; parameters and
             optimizer are among it.
         parameter_bytes: Of the model's variables.
@@ -67,6 +69,21 @@ class MemoryReport:
     is_measured: bool = True
     layers_that_see_parts: tuple[str, ...] = ()
 
+    @property
+    def choices(self) -> list[Choice]:
+        """The chosen one, the others from the best on, and the plain one."""
+        others = [c for c in self.alternatives if c != self.plain]
+        return list(dict.fromkeys([self.chosen, *others, self.plain]))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing was chosen: the step fits as it is."""
+        return self.chosen.options == self.plain.options
+
+    def slowdown(self, choice: Choice) -> float:
+        """The time of a choice's step, relative to the plain one's."""
+        return choice.predicted_seconds / self.plain.predicted_seconds
+
     def summary(self) -> str:
         """One line for the log."""
         line = self._what_is_done()
@@ -79,7 +96,7 @@ class MemoryReport:
 
     def _what_is_done(self) -> str:
         chosen = f"memory_budget {format_size(self.budget_bytes)}: "
-        if self.chosen.options == self.plain.options:
+        if self.is_plain:
             return f"{chosen}fits as it is ({self._numbers(self.chosen)})"
         chosen += f"{describe(self.chosen.options)} "
         chosen += f"({self._numbers(self.chosen)}; without it "
@@ -106,3 +123,53 @@ def describe(options: MemoryOptions) -> str:
         if options.sharding.cpu_offload:
             words.append("cpu_offload")
     return ", ".join(words) or "plain"
+
+
+class ImpossibleBudget(ValueError):
+    """No step is known that stays within a `memory_budget`.
+
+    Args:
+        budget: The budget, as it was given.
+        budget_bytes: What of it the device has.
+        least: The smallest that was seen to be enough, and the options that
+            stay within it, if any was seen.
+        left_bytes: What more is in memory when it is asked for.
+
+    Attributes:
+        smallest_bytes: The smallest budget that is known to be enough, or
+            `None`.
+        options: What it needs, or `None`.
+    """
+
+    def __init__(
+        self,
+        budget: int | float,
+        budget_bytes: int,
+        least: tuple[int, MemoryOptions] | None,
+        left_bytes: int,
+    ):
+        self.smallest_bytes: int | None = None
+        self.options: MemoryOptions | None = None
+        message = (
+            "`memory_budget` must leave room for a step, and the device had "
+            "none for any that was tried."
+        )
+        if least is not None:
+            peak, self.options = least
+            smallest = math.ceil((1 + tuning.ALLOWANCE) * peak) + left_bytes
+            self.smallest_bytes = smallest
+            message = (
+                f"`memory_budget` must be at least {smallest} bytes "
+                f"({format_size(smallest)}), the least that a step is known "
+                f"to need ({describe(self.options)})."
+            )
+        received = received_budget(budget, budget_bytes)
+        super().__init__(f"{message} Received: {received}")
+
+
+def received_budget(budget: int | float, budget_bytes: int) -> str:
+    """A budget as it was given, and in bytes, for an error message."""
+    size = format_size(budget_bytes)
+    if repr(budget) != str(budget_bytes):
+        size = f"{budget_bytes} bytes, {size}"
+    return f"memory_budget={budget!r} ({size})"

@@ -1,13 +1,13 @@
-"""Plans keep their budget where steps need other than what is drawn."""
+"""Plans stay within their budget where steps need other than what is drawn."""
 
 import pytest
 import tensorflow as tf
 from planning_cases import chain
 from planning_cases import frontier
 
-from kmem.budget.correcting import Corrector
-from kmem.budget.correcting import Learned
-from kmem.budget.dry_run import Rehearsal
+from kmem.budget.correction import Corrector
+from kmem.budget.correction import Learned
+from kmem.budget.dry_run import Measurement
 from kmem.planning.choosing import Chooser
 from kmem.planning.errors import InfeasibleBudget
 
@@ -18,21 +18,21 @@ NETWORK = chain(SIZES, SIZES[1:], [1.0] * LENGTH)
 
 def corrector(needs, spread_bytes=0, mode="graph"):
     """One whose steps need what a function of their drawn peak says."""
-    rehearsed = []
+    runs = []
 
-    def rehearse(plan):
-        rehearsed.append(plan)
+    def run(plan):
+        runs.append(plan)
         peak = needs(plan.predicted_peak_bytes - plan.resident_bytes)
-        return peak and Rehearsal(peak, 1.0, spread_bytes)
+        return peak and Measurement(peak, 1.0, spread_bytes)
 
     chooser = Chooser(NETWORK)
     spec = tf.TensorSpec((4, 3))
-    made = Corrector(Learned(chooser), spec, mode, IN_USE, rehearse)
-    return made, rehearsed
+    made = Corrector(Learned(chooser), spec, mode, IN_USE, run)
+    return made, runs
 
 
-def quickest(needs):
-    """The least time of the plans that keep the budget."""
+def least_seconds(needs):
+    """Of the plans that stay within the budget."""
     points = frontier(NETWORK, 200)
     return min(p.seconds for p in points if needs(p.peak_bytes) <= BUDGET)
 
@@ -51,22 +51,20 @@ def quickest(needs):
     ids=["as drawn", "more", "a share", "jump", "high jump", "out of memory"],
 )
 def test_a_plan_uses_what_its_budget_allows(needs):
-    made, rehearsed = corrector(needs)
+    made, runs = corrector(needs)
 
     plan = made.plan(BUDGET, 0)
 
     drawn = plan.predicted_peak_bytes - plan.resident_bytes
     assert plan.predicted_peak_bytes == needs(drawn) <= BUDGET
     seconds = plan.predicted_seconds
-    assert seconds <= 1.05 * quickest(lambda d: needs(d) or BUDGET + 1)
-    assert len(rehearsed) <= 6
+    assert seconds <= 1.05 * least_seconds(lambda d: needs(d) or BUDGET + 1)
+    assert len(runs) <= 6
 
 
 def test_recomputation_that_saves_nothing_in_xla_is_left_out():
     floor = 30_000
-    made, rehearsed = corrector(
-        lambda drawn: max(drawn, floor) + IN_USE, mode="xla"
-    )
+    made, runs = corrector(lambda drawn: max(drawn, floor) + IN_USE, mode="xla")
     chooser = Chooser(NETWORK)
 
     plan = made.plan("auto", 0)
@@ -74,7 +72,7 @@ def test_recomputation_that_saves_nothing_in_xla_is_left_out():
     assert plan.predicted_peak_bytes == floor + IN_USE
     assert plan.predicted_seconds < 0.95 * chooser.auto().seconds
     assert plan.predicted_seconds < 1.05 * chooser.within(floor).seconds
-    assert len(rehearsed) <= 4
+    assert len(runs) <= 4
 
 
 def test_as_much_is_recomputed_in_xla_as_saves_memory():
@@ -85,15 +83,15 @@ def test_as_much_is_recomputed_in_xla_as_saves_memory():
     assert plan.segments == Chooser(NETWORK).auto().segments
 
 
-def test_what_was_seen_to_keep_a_budget_is_not_rehearsed_again():
-    made, rehearsed = corrector(lambda drawn: drawn + IN_USE)
+def test_a_plan_that_stayed_within_a_budget_is_not_run_again():
+    made, runs = corrector(lambda drawn: drawn + IN_USE)
     first = made.plan(BUDGET, 0)
-    count = len(rehearsed)
+    count = len(runs)
 
     second = made.plan(BUDGET + 100, 100)
 
     assert second.segments == first.segments
-    assert len(rehearsed) == count
+    assert len(runs) == count
 
 
 def test_the_prediction_is_what_was_seen_and_more_is_counted_with():
