@@ -27,7 +27,7 @@ from kmem.planning import chain
 from kmem.planning import flat
 from kmem.planning import genetic
 from kmem.planning import sqrt
-from kmem.planning.errors import InfeasibleBudget
+from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.network import Network
 from kmem.planning.network import Stage
 

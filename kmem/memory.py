@@ -310,14 +310,9 @@ class _GPU:
             ) from error
 
     def capacity(self) -> int:
-        # Private in TensorFlow, whose public functions tell what is in use.
-        from tensorflow.python.client import device_lib
+        from kmem.base import private_tf
 
-        return next(
-            device.memory_limit
-            for device in device_lib.list_local_devices("GPU")
-            if device.name == f"/device:{self._name}"
-        )
+        return private_tf.memory_limits("GPU")[f"/device:{self._name}"]
 
     def current(self) -> int:
         return self._info()["current"]

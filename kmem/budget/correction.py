@@ -15,9 +15,9 @@ from typing import Literal
 
 from kmem.budget import tuning
 from kmem.budget.dry_run import Measurement
+from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.bounds import peak_lower_bound
 from kmem.planning.choosing import Chooser
-from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.flat import Point
 from kmem.planning.plan import Plan
 from kmem.step import batches

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmem import memory
+from kmem.base.private_keras import all_layers
 from kmem.base.store import Store
 from kmem.budget import dry_run
 from kmem.budget import tuning
@@ -38,7 +39,6 @@ from kmem.step import batches
 from kmem.step import updates
 from kmem.step.accumulation import build_optimizer
 from kmem.step.capture import DiscardedState
-from kmem.step.capture import all_layers
 
 # What no two processes measure alike of a `Stage`.
 _MEASURED = (

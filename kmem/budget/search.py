@@ -34,7 +34,7 @@ from kmem.options import MicroBatches
 from kmem.options import MixedPrecision
 from kmem.options import Remat
 from kmem.options import Sharding
-from kmem.planning.errors import InfeasibleBudget
+from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
 from kmem.sharding import refusals

@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from kmem import memory
+from kmem.base.private_keras import all_layers
 from kmem.base.sizes import format_size
 from kmem.base.sizes import parse_size
 from kmem.budget.trial import Trial
@@ -33,7 +34,6 @@ from kmem.options import DTR
 from kmem.options import HEURISTICS
 from kmem.options import MemoryOptions
 from kmem.step import batches
-from kmem.step.capture import all_layers
 
 SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
 # The step's own, and those that are ready.

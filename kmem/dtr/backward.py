@@ -6,8 +6,7 @@ a sum of gradients that has failed. Here a pass that has failed goes on to its
 end, where its error is raised, and runs nothing more.
 
 What it does not do: change a pass that does not fail, or one that runs outside
-of `freed_on_failure`. The functions that are replaced are private in
-TensorFlow; test_dtr_device.py fails if they move.
+of `freed_on_failure`.
 """
 
 import contextlib
@@ -17,18 +16,13 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
-from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import backprop
-from tensorflow.python.eager import imperative_grad
-from tensorflow.python.eager import record
-
+from kmem.base import private_tf
+from kmem.base.private_tf import imperative_grad
+from kmem.base.private_tf import record
 from kmem.step.patching import attribute
 
 _plain_pass = imperative_grad.imperative_grad
 _plain_record_operation = record.record_operation
-_plain_gradient = backprop._gradient_function
-_plain_sum = backprop._aggregate_grads
-_plain_zeros = backprop._zeros
 
 
 class _Running(threading.local):
@@ -56,10 +50,7 @@ def freed_on_failure() -> Iterator[None]:
 @functools.cache
 def _register() -> None:
     """Once and for all: it must not happen while a backward pass runs."""
-    pywrap_tfe.TFE_Py_RegisterGradientFunction(_gradient)
-    pywrap_tfe.TFE_Py_RegisterVSpace(
-        backprop._default_vspace._replace(aggregate_fn=_sum, zeros_fn=_zeros)
-    )
+    private_tf.register_gradients(_gradient, _sum, _zeros)
 
 
 def _run_pass(*args, **kwargs):
@@ -78,7 +69,7 @@ def _run_pass(*args, **kwargs):
 
 def _gradient(name, attributes, num_inputs, *args):
     call = functools.partial(
-        _plain_gradient, name, attributes, num_inputs, *args
+        private_tf.gradient_of_operation, name, attributes, num_inputs, *args
     )
     return _unless_failed(call, [None] * num_inputs)
 
@@ -103,12 +94,14 @@ def _record_operation(
 
 def _sum(gradients):
     return _unless_failed(
-        functools.partial(_plain_sum, gradients), gradients[0]
+        functools.partial(private_tf.sum_of_gradients, gradients), gradients[0]
     )
 
 
 def _zeros(*args):
-    return _unless_failed(functools.partial(_plain_zeros, *args), None)
+    return _unless_failed(
+        functools.partial(private_tf.zero_gradients, *args), None
+    )
 
 
 def _unless_failed(call: Callable[[], Any], nothing: Any) -> Any:

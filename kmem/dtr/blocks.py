@@ -23,10 +23,11 @@ from typing import Literal
 import keras
 import tensorflow as tf
 
+from kmem.base import private_keras
+from kmem.base.private_keras import all_layers
 from kmem.dtr.compiled import CompiledCall
 from kmem.remat import state
 from kmem.remat.structure import Structure
-from kmem.step.capture import all_layers
 from kmem.step.capture import children
 from kmem.step.patching import attribute
 
@@ -115,7 +116,7 @@ class _Block:
         return compiled(tensors)
 
     def _kind(self, args, kwargs) -> "_Kind | None":
-        if not tf.executing_eagerly() or state.within_scope():
+        if not tf.executing_eagerly() or private_keras.stateless_scope():
             return None
         key = _key((args, kwargs), self._exact)
         if key is None:
@@ -200,7 +201,7 @@ def _key(value, exact: bool) -> Any:
     """What a call's arguments are, but for the values of tensors and, unless
     `exact`, their sizes; `None` if a function cannot be traced for them."""
     if isinstance(value, tf.Tensor):
-        mask = getattr(value, "_keras_mask", None)
+        mask = private_keras.mask_of(value)
         shape = tuple(value.shape) if exact else value.shape.rank
         return value.dtype, shape, mask is not None and _key(mask, exact)
     if isinstance(value, _PLAIN):

@@ -21,11 +21,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Private in TensorFlow: how an operation comes to have a gradient of one's
-# own, without the copies that `tf.custom_gradient` makes.
-# test_dtr_blocks.py fails if it moves.
-from tensorflow.python.eager import record
-
+from kmem.base.private_keras import tf_variable
+from kmem.base.private_tf import record
 from kmem.graph import ordering
 from kmem.remat import purity
 from kmem.remat import state
@@ -192,7 +189,7 @@ class _Variables(state.FirstRun):
         self._tape = tape
 
     def _value_at_entry(self, variable):
-        held = state.held(variable)
+        held = tf_variable(variable)
         if held is None:
             return None
         value = tf.compat.v1.placeholder(variable.dtype, variable.shape)
@@ -208,7 +205,7 @@ class _Variables(state.FirstRun):
     def add_update(self, update):
         variable, value = update
         super().add_update((variable, state.untracked(value)))
-        held: Any = state.held(variable)
+        held: Any = tf_variable(variable)
         if held.trainable:
             raise CannotCompile("It assigns what has a gradient.")
 
@@ -314,5 +311,5 @@ def _distinct(tensors: list, but: list) -> list:
 
 
 def _read_variable(variable) -> tf.Tensor:
-    held: Any = state.held(variable)
+    held: Any = tf_variable(variable)
     return tf.convert_to_tensor(held)

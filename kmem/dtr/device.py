@@ -21,7 +21,6 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 from kmem import memory
 from kmem.base import native
@@ -196,9 +195,9 @@ _in_use = threading.Lock()
 
 def _register(library: ctypes.CDLL) -> None:
     """Makes the device known to TensorFlow, which never forgets it."""
-    from tensorflow.python.eager import context
+    from kmem.base import private_tf
 
-    if context.is_custom_device(_NAME):
+    if private_tf.is_custom_device(_NAME):
         return
     message = ctypes.create_string_buffer(500)
     library.kmem_dtr_register.restype = ctypes.c_bool
@@ -210,20 +209,17 @@ def _register(library: ctypes.CDLL) -> None:
 
 def _forget_zeros() -> None:
     """Lets go of what TensorFlow keeps on the device as the gradient of what
-    a loss does not depend on. The cache is private in TensorFlow."""
-    from tensorflow.python.eager import context
+    a loss does not depend on."""
+    from kmem.base import private_tf
 
-    current: Any = context.context()
-    current.zeros_cache().flush()
+    private_tf.context().zeros_cache().flush()
 
 
 def _context() -> ctypes.c_void_p:
     """TensorFlow's TFE_Context."""
-    from tensorflow.python.eager import context
+    from kmem.base import private_tf
 
-    context.ensure_initialized()
-    current: Any = context.context()
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype = ctypes.c_void_p
     pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    return ctypes.c_void_p(pointer(current._handle, None))
+    return ctypes.c_void_p(pointer(private_tf.runtime_handle(), None))

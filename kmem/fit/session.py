@@ -16,13 +16,14 @@ import keras
 import tensorflow as tf
 
 from kmem import precision
+from kmem.base import private_keras
 from kmem.dtr.blocks import Blocks
 from kmem.dtr.device import DeviceSession
 from kmem.dtr.feasible import with_least_threshold
 from kmem.fit import pipeline
 from kmem.fit import requirements
 from kmem.fit.guarding import guarded
-from kmem.graph import loops
+from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.keras_graph import applying
 from kmem.keras_graph import matching
@@ -319,7 +320,7 @@ class Session:
         with self._device(grows_from):
             with self._precision(), self._forward(training=True), self._remat():
                 if not self._captures:
-                    return loops.one_by_one(self._user_train_step, data)
+                    return ordering.one_by_one(self._user_train_step, data)
                 batch = self._gradient(data)
             with self._updating():
                 self._updater.add(batch)
@@ -358,12 +359,11 @@ class Session:
 def compiled_state(model) -> tuple:
     """What a traced step depends on, compared by identity.
 
-    `compile` makes a new `_loss_tracker`, which is private in Keras;
-    test_model.py fails if that changes.
+    `compile` makes a new tracker of the loss.
     """
     return (
         model.optimizer,
-        model._loss_tracker,
+        private_keras.loss_tracker(model),
         model.jit_compile,
         model.run_eagerly,
         model.steps_per_execution,

@@ -10,20 +10,14 @@ it is. In eager mode nothing runs early.
 
 import tensorflow as tf
 
-# Private in TensorFlow: whether a function is traced to be compiled by XLA.
-# test_remat.py fails if it moves.
-from tensorflow.python.ops import control_flow_util
-
+from kmem.base import private_tf
 from kmem.graph import fusion
 from kmem.graph import names
 
 
 def in_xla() -> bool:
     """Whether what is traced now will be compiled by XLA."""
-    if tf.executing_eagerly():
-        return False
-    graph = tf.compat.v1.get_default_graph()
-    return control_flow_util.GraphOrParentsInXlaContext(graph)
+    return not tf.executing_eagerly() and private_tf.in_xla()
 
 
 def after(

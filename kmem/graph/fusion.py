@@ -7,6 +7,8 @@ differ from plain training.
 
 import tensorflow as tf
 
+from kmem.base import private_tf
+
 ADDITIONS = frozenset({"Add", "AddN", "AddV2"})
 _ARITHMETIC = ADDITIONS | {"Mul", "RealDiv", "Sub"}
 # Which argument is the gradient of what the convolution gives.
@@ -40,10 +42,7 @@ _FUNCTIONS = frozenset(
 def lasting(made: tf.Tensor) -> tf.Tensor:
     """A result that the graph optimizer neither takes out nor joins then."""
     if not tf.executing_eagerly():
-        # Private in TensorFlow. If the attribute's name changes, rounding
-        # does, which test_applying.py and test_repeats.py see.
-        kept = tf.compat.v1.AttrValue(b=True)
-        made.op._set_attr("_grappler_do_not_remove", kept)
+        private_tf.keep_apart(made.op)
     return made
 
 

@@ -9,24 +9,31 @@ stages: up to a weight gradient, then what else came with it, one large array
 after another. A weight gradient and the first of what does not lead to it run
 side by side: one at a time, processors would wait at the end of every stage.
 What it does not do: order a forward pass, or a recomputation within itself,
-where TensorFlow fuses operations that nothing has to wait for. XLA orders its
-operations itself.
+where TensorFlow fuses operations that nothing has to wait for; reach loops
+within functions that are traced by themselves. XLA goes by other things: see
+`xla`.
 """
 
 import contextlib
 import itertools
 import weakref
+from collections.abc import Callable
 from collections.abc import Container
 from collections.abc import Iterable
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
+from kmem.base import private_tf
+from kmem.graph import control
 from kmem.graph import fusion
 from kmem.graph import repeats
+from kmem.graph import xla
 
 # As many elements as it takes to keep all processors at one operation.
 _LARGE = 2**18
+_LOOPS = frozenset({"While", "StatelessWhile"})
 
 # For each graph the names of what was traced within `unordered`.
 _unordered: weakref.WeakKeyDictionary[tf.Graph, set[str]] = (
@@ -57,7 +64,7 @@ def hold_back(
     differentiated: bool = False,
     loss: tf.Tensor | None = None,
 ) -> "Order | None":
-    """Orders a backward pass that was just traced.
+    """Orders a backward pass that was just traced; nothing in eager mode.
 
     No operation waits for one that needs it, so that there is no cycle, and
     none is run that the gradients do not need. Nor does one that reads no
@@ -71,8 +78,13 @@ def hold_back(
         loss: What they are the gradients of, if that is known.
 
     Returns:
-        The order, if there is one.
+        The order in which a graph's executor runs it, if there is one.
     """
+    if tf.executing_eagerly():
+        return None
+    if control.in_xla():
+        xla.hold_back(gradients)
+        return None
     weight_gradients = {fusion.maker(g) for g in gradients if g is not None}
     if not weight_gradients:
         return None
@@ -136,7 +148,25 @@ def needed(graph: tf.Graph, ops: Iterable[tf.Operation]) -> list[tf.Operation]:
 def chain(ops: Iterable[tf.Operation]) -> None:
     """Has operations run one after another, in an order they can run in."""
     for before, op in itertools.pairwise(ops):
-        _wait(op, [before])
+        private_tf.wait_for(op, [before])
+
+
+def one_by_one(function: Callable, *arguments) -> Any:
+    """Calls a function; in a graph, loops that it traced run one iteration
+    after another.
+
+    Keras lets up to 32 iterations of a recurrent layer be under way at a
+    time. In the backward pass each of them makes gradients of all the layer's
+    weights, which stay until they are added up: how many do depends on
+    threads, so that nobody could tell a step's peak.
+    """
+    result = function(*arguments)
+    if tf.executing_eagerly():
+        return result
+    for op in tf.compat.v1.get_default_graph().get_operations():
+        if op.type in _LOOPS:
+            private_tf.run_one_by_one(op)
+    return result
 
 
 class Order:
@@ -170,7 +200,7 @@ class Order:
             sources = [tensor.op for tensor in op.inputs]
             if members.isdisjoint(sources) and not self.is_joined(op):
                 self._waiting[-1].append(op)
-                _wait(op, before)
+                private_tf.wait_for(op, before)
             for source in sources:
                 last.pop(source, None)
         ends = [op for op in last if not self._is_joined_with_reader(op)]
@@ -199,7 +229,7 @@ class Order:
         last = max((self._stages[op] for op in before), default=0)
         self._stages.update(dict.fromkeys(ends, last))
         for op in next(filter(None, self._waiting[last + 2 :]), []):
-            _wait(op, ends)
+            private_tf.wait_for(op, ends)
 
     def is_joined(self, op: tf.Operation) -> bool:
         """Whether TensorFlow joins it with others unless it has to wait."""
@@ -219,14 +249,6 @@ class Order:
         """What reads a tensor, without what nobody needs: a tape gives a
         constant a gradient, too."""
         return [op for op in tensor.consumers() if op in self._stages]
-
-
-def _wait(op: tf.Operation, before: list[tf.Operation]) -> None:
-    for each in before:
-        # Private in TensorFlow: dependencies are public only for operations
-        # to come, and a user's own tape makes these.
-        # test_ordering.py fails if it moves.
-        op._add_control_input(each)
 
 
 def _stages(

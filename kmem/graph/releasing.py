@@ -4,9 +4,6 @@ TensorFlow keeps the function of every custom gradient, by a name, until the
 process ends, and with it the graph and what the graph reads: a model's weights
 and its optimizer's. Keras's optimizers put one into each training step, so a
 model that was trained never gives its memory back by itself.
-
-Private in TensorFlow, and used nowhere else: the functions by name, and a
-graph's branches and loops. test_releasing.py fails if they move.
 """
 
 import functools
@@ -15,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import ops
+
+from kmem.base import private_tf
 
 _CONTROL_FLOW = frozenset(
     "If StatelessIf Case StatelessCase While StatelessWhile".split()
@@ -47,9 +45,8 @@ def forget_gradients() -> None:
     """
     if tf.executing_eagerly():
         return
-    registered = ops.gradient_registry._registry
     for name in _custom_gradients(tf.compat.v1.get_default_graph()):
-        registered.pop(name, None)
+        private_tf.forget_gradient(name)
 
 
 def _custom_gradients(graph) -> Iterator[str]:
@@ -57,7 +54,7 @@ def _custom_gradients(graph) -> Iterator[str]:
     may call it as well."""
     for op in graph.get_operations():
         if op.type == "IdentityN":
-            name = op.node_def.attr["_gradient_op_type"].s.decode()
+            name = private_tf.gradient_name(op)
             # Those that `tf.custom_gradient` makes.
             if name.startswith("CustomGradient-"):
                 yield name
@@ -65,5 +62,5 @@ def _custom_gradients(graph) -> Iterator[str]:
             for attribute in op.node_def.attr.values():
                 for function in (attribute.func, *attribute.list.func):
                     if function.name:
-                        inner = graph._get_function(function.name)
+                        inner = private_tf.function_in(graph, function.name)
                         yield from _custom_gradients(inner.graph)

@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kmem.base import private_tf
 from kmem.graph import fusion
 
 _REPEATS = frozenset({"BroadcastTo", "Tile"})
@@ -95,10 +96,7 @@ class _Renewal:
         for reader in readers:
             for index, read in enumerate(reader.inputs):
                 if read is old:
-                    # Private in TensorFlow, as is what follows: a user's own
-                    # tape makes these. test_repeats.py fails if they
-                    # move.
-                    reader._update_input(index, new)
+                    private_tf.replace_input(reader, index, new)
 
     def _argument(self, tensor: tf.Tensor, kind: str) -> tf.Tensor:
         """What an operation of a kind reads in the place of a tensor."""
@@ -123,10 +121,9 @@ class _Renewal:
                 total = fusion.lasting(
                     make(x=total, y=tensor, name=op.name + _ONCE)
                 )
-        for waiting in op._control_outputs:
-            before = [b for b in waiting.control_inputs if b is not op]
-            waiting._remove_all_control_inputs()
-            waiting._add_control_inputs([*before, total.op])
+        for waiting in private_tf.waiting_for(op):
+            private_tf.release_from(waiting, op)
+            private_tf.wait_for(waiting, [total.op])
         return total
 
 

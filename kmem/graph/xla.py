@@ -18,6 +18,7 @@ import warnings
 import tensorflow as tf
 
 from kmem import memory
+from kmem.base import private_tf
 from kmem.graph import control
 
 _FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
@@ -116,6 +117,4 @@ def hold_back(gradients: list) -> None:
             for op in readers:
                 for index, read in enumerate(op.inputs):
                     if read is key.deref():
-                        # Private in TensorFlow: a user's own tape makes
-                        # these. test_xla.py fails if it moves.
-                        op._update_input(index, new)
+                        private_tf.replace_input(op, index, new)

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from kmem import memory
 from kmem.graph import control
-from kmem.graph import loops
+from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.graph import repeats
 from kmem.keras_graph.recording import Call
@@ -283,7 +283,7 @@ def _run_looped(run: Callable, *specs) -> _Run:
 
     def repeat(count, *tensors):
         def once(i, total):
-            outputs = loops.one_by_one(run, *tensors)
+            outputs = ordering.one_by_one(run, *tensors)
             outputs = tf.nest.flatten(outputs, expand_composites=True)
             # A number of each output, or it would not be computed.
             for output in outputs:

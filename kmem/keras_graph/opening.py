@@ -17,8 +17,9 @@ from typing import Any
 
 import keras
 
+from kmem.base import private_keras
+from kmem.base.private_keras import all_layers
 from kmem.step import patching
-from kmem.step.capture import all_layers
 from kmem.step.capture import children
 
 
@@ -108,12 +109,13 @@ def opened(model: keras.Model, visitor: Visitor) -> Iterator[None]:
         models = [layer for layer in all_layers(model) if opens(layer)]
         trees: list[keras.Model] = []
         for each in models:
-            functional = _functional(each)
+            functional = private_keras.functional_of(each)
             if functional is None:
                 trees.append(each)
                 continue
             runner = functools.partial(_line_runner, each, functional, visitor)
-            stack.enter_context(patching.method(functional, _RUN, runner))
+            name = private_keras.RUN_THROUGH_GRAPH
+            stack.enter_context(patching.method(functional, name, runner))
         found = {}
         for tree in trees:
             runner = functools.partial(_runner, _run_tree, visitor, tree)
@@ -123,22 +125,6 @@ def opened(model: keras.Model, visitor: Visitor) -> Iterator[None]:
             runner = functools.partial(_runner, _run_child, visitor, layer)
             stack.enter_context(patching.method(layer, "call", runner))
         yield
-
-
-# The method with which a Functional model runs its operations, given what to
-# call them with. Private in Keras, as are the nodes below; used only here.
-# test_opening.py fails if they move.
-_RUN = "_run_through_graph"
-
-
-def _functional(model):
-    """The model that has the graph; `None` of a subclassed one.
-
-    A `Sequential` keeps one inside, once it is built.
-    """
-    if isinstance(model, keras.Sequential):
-        return model._functional
-    return model if hasattr(model, _RUN) else None
 
 
 def _line_runner(model, functional, visitor: Visitor, plain: Callable):
@@ -154,13 +140,12 @@ def _line_runner(model, functional, visitor: Visitor, plain: Callable):
         values = dict(zip(keys, flat, strict=True))
         visitor.run_line(model, line, values, operation_fn)
         outputs = [values[key] for key in line.outputs]
-        return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
+        return keras.tree.pack_sequence_as(functional.output, outputs)
 
     return run
 
 
 def _read_line(functional) -> Line:
-    by_depth = functional._nodes_by_depth
     parts = tuple(
         Part(
             operation=node.operation,
@@ -168,9 +153,7 @@ def _read_line(functional) -> Line:
             makes=tuple(id(x) for x in node.outputs),
             arguments=node.arguments.fill_in,
         )
-        for depth in sorted(by_depth, reverse=True)
-        for node in by_depth[depth]
-        if node.operation and not node.is_input
+        for node in private_keras.nodes_of(functional)
     )
     return Line(parts, tuple(id(x) for x in functional.outputs))
 

@@ -8,6 +8,7 @@ from typing import Literal
 import keras
 import tensorflow as tf
 
+from kmem.base.private_keras import all_layers
 from kmem.base.sizes import format_size
 from kmem.keras_graph import costs as call_costs
 from kmem.keras_graph.costs import Cost
@@ -18,7 +19,6 @@ from kmem.keras_graph.recording import record
 from kmem.planning.network import Network
 from kmem.planning.network import Stage
 from kmem.step import batches
-from kmem.step.capture import all_layers
 
 
 @dataclasses.dataclass(frozen=True)

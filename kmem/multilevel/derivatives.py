@@ -16,11 +16,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmem.graph import backward
+from kmem.base.private_keras import assign
+from kmem.graph import ordering
 from kmem.multilevel import passes
 from kmem.multilevel import replicas
 from kmem.multilevel.together import OneProcess
-from kmem.remat.state import assign
 from kmem.step.parts import Parts
 from kmem.step.parts import zeros
 
@@ -275,7 +275,7 @@ class Derivatives(abc.ABC):
     ) -> None:
         """Orders the backward pass, where memory is to be saved."""
         if self._ordered:
-            backward.hold_back(gradients, differentiated)
+            ordering.hold_back(gradients, differentiated)
 
     def _dense(
         self, gradients: list, values: Tensors, variables: list

@@ -11,9 +11,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base import private_keras
+from kmem.base import private_tf
+from kmem.base.private_keras import tf_variable
 from kmem.remat import state
-from kmem.remat.state import current_scope
-from kmem.remat.state import held
 from kmem.step import capture
 
 
@@ -60,19 +61,19 @@ class Substituted(state.Substituted):
 
 def read(variables: list) -> list[tf.Tensor]:
     """The variables' values."""
-    own: Any = [held(variable) for variable in variables]
+    own: Any = [tf_variable(variable) for variable in variables]
     return [tf.convert_to_tensor(variable) for variable in own]
 
 
 def _refuse_own_function(scope, entered, variable) -> None:
     """Refuses a read in a `tf.function` within a scope."""
     # A recomputation within has looked at its own functions.
-    if current_scope() is not scope:
+    if private_keras.stateless_scope() is not scope:
         return
     graph = _current_graph()
     while graph is not None and graph is not entered:
         # Those of loops and branches are subclasses.
-        if type(graph) is tf.__internal__.FuncGraph:
+        if private_tf.is_own_function(graph):
             raise ValueError(
                 "A level's loss must not call a `tf.function` that reads "
                 "variables: it would keep the values of its first call. Take "

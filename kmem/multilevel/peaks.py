@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kmem.base import private_tf
 from kmem.graph import ordering
 
 # Their result is their argument, shown differently.
@@ -66,7 +67,7 @@ def _memory(tensor: tf.Tensor) -> Any:
 def _within(op: tf.Operation) -> int:
     """What the functions that an operation calls need."""
     functions = [
-        op.graph._get_function(value.name)
+        private_tf.function_in(op.graph, value.name)
         for attr in op.op_def.attr
         if attr.type == "func"
         for value in [op.get_attr(attr.name)]

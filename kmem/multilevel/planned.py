@@ -26,8 +26,8 @@ from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
 from kmem.keras_graph.recording import Recording
 from kmem.options import Remat
+from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.choosing import Chooser
-from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.plan import Plan

@@ -15,6 +15,7 @@ from typing import NoReturn
 import keras
 import tensorflow as tf
 
+from kmem.base.private_keras import assign
 from kmem.multilevel import passes
 from kmem.multilevel import replicas
 from kmem.multilevel import scaling
@@ -26,7 +27,6 @@ from kmem.multilevel.edges import parents
 from kmem.multilevel.edges import paths
 from kmem.multilevel.edges import routes
 from kmem.multilevel.level import Level
-from kmem.remat.state import assign
 
 # From so many steps on they are a loop: a traced step is not small.
 _LOOPED_STEPS = 4

@@ -16,10 +16,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base.private_keras import assign
 from kmem.multilevel import passes
 from kmem.multilevel import replicas
 from kmem.options import Sharding
-from kmem.remat.state import assign
 from kmem.sharding import refusals
 from kmem.sharding import training
 from kmem.sharding import variables as shards

@@ -14,6 +14,7 @@ from typing import Protocol
 import keras
 import tensorflow as tf
 
+from kmem.base import private_keras
 from kmem.multilevel import passes
 from kmem.multilevel.derivatives import Tensors
 from kmem.step.parts import zeros
@@ -197,9 +198,8 @@ def _through_update(
 
 def _clipped(level: Stepping, gradients: Tensors) -> Tensors:
     """The gradients as they are applied."""
-    # Private in Keras, as is `_use_weight_decay`: what `apply` does to them.
-    # test_multilevel_program.py fails if they move.
-    clipped = level.optimizer._clip_gradients(level.clipped(gradients))
+    clip = getattr(level.optimizer, private_keras.CLIP)
+    clipped = clip(level.clipped(gradients))
     return list(map(tf.identity, clipped))
 
 
@@ -208,6 +208,7 @@ def _updated(
 ) -> tuple[Tensors, Tensors]:
     """What `keras.optimizers.SGD` makes of the weights and velocities."""
     optimizer = level.optimizer
+    decays = getattr(optimizer, private_keras.USE_WEIGHT_DECAY)
     weights, velocities = [], []
     for variable, w, m, g in zip(
         level.variables, step.values, step.velocities, gradients, strict=True
@@ -217,7 +218,7 @@ def _updated(
         rate = cast(step.learning_rate, w.dtype)
         momentum = cast(optimizer.momentum, w.dtype)
         decay = cast(optimizer.weight_decay or 0.0, w.dtype)
-        if optimizer._use_weight_decay(variable):
+        if decays(variable):
             w = w - w * decay * rate
         m = m * momentum - g * rate
         w = w + (m * momentum - g * rate if optimizer.nesterov else m)

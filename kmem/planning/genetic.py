@@ -14,8 +14,8 @@ import numpy as np
 
 from kmem.options import Genetic
 from kmem.planning import flat
+from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.bounds import peak_lower_bound
-from kmem.planning.errors import InfeasibleBudget
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 

@@ -18,11 +18,8 @@ import weakref
 import keras
 import tensorflow as tf
 
-# TensorFlow's hook for its own debugger: one call for every operation that
-# runs or is traced. There is no public way to see a cast in a user's layer.
-from tensorflow.python.framework import op_callbacks
-
-from kmem.step.capture import all_layers
+from kmem.base.private_keras import all_layers
+from kmem.base.private_tf import op_callbacks
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 # Keras casts their inputs to integers, or compares them with others.

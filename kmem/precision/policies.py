@@ -16,9 +16,10 @@ from collections.abc import Iterator
 
 import keras
 
+from kmem.base import private_keras
+from kmem.base.private_keras import all_layers
 from kmem.options import MixedPrecision
 from kmem.precision import guards
-from kmem.step.capture import all_layers
 from kmem.step.patching import attribute
 
 _lock = threading.RLock()
@@ -115,18 +116,17 @@ class _Entry:
                 call = guards.guarded(layer, option, left_out)
                 self._changes.enter_context(attribute(layer, "call", call))
 
-        add_up = functools.partial(
-            _in_32_bits, model._aggregate_additional_loss
-        )
-        self._changes.enter_context(
-            attribute(model, "_aggregate_additional_loss", add_up)
-        )
+        adder = getattr(model, private_keras.ADD_PENALTY)
+        add_up = functools.partial(_in_32_bits, adder)
+        change = attribute(model, private_keras.ADD_PENALTY, add_up)
+        self._changes.enter_context(change)
 
     def _replace_policy(self, layer):
-        # Past the public setter, which edits a `DTypePolicyMap` that layers
-        # may share: the order and the patterns of its keys would be lost.
-        policy = _Policy(self.option.dtype, layer._dtype_policy, self)
-        change = attribute(layer, "_dtype_policy", policy)
+        # The public setter would lose the order and the patterns of the keys
+        # of a `DTypePolicyMap`.
+        own = private_keras.own_policy(layer)
+        policy = _Policy(self.option.dtype, own, self)
+        change = attribute(layer, private_keras.DTYPE_POLICY, policy)
         self._changes.enter_context(change)
 
     def undo(self, model):
@@ -134,17 +134,17 @@ class _Entry:
         # A layer that was made meanwhile may have taken the policy of the
         # layer around it, as those inside `MultiHeadAttention` do.
         for layer in all_layers(model):
-            policy = layer._dtype_policy
+            policy = private_keras.own_policy(layer)
             if isinstance(policy, _Policy) and policy.entry is self:
-                object.__setattr__(layer, "_dtype_policy", policy.replaced)
+                name = private_keras.DTYPE_POLICY
+                object.__setattr__(layer, name, policy.replaced)
 
 
 def _in_32_bits(add_up, loss):
     """A penalty of activations that are 16 bits, to be added to a loss.
 
     Keras adds up in the dtype of the first loss, and ends in an error where
-    another one differs. The method is private there;
-    test_precision.py fails if it moves.
+    another one differs.
     """
     return add_up(keras.ops.cast(loss, "float32"))
 

@@ -9,10 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Private in TensorFlow: whether a tape is watching any of some tensors.
-# test_remat.py fails if it moves.
-from tensorflow.python.eager import record
-
+from kmem.base import private_tf
 from kmem.graph import control
 from kmem.graph import fusion
 from kmem.graph import names
@@ -136,7 +133,7 @@ def is_repeating() -> bool:
 def is_watched(*groups: list) -> bool:
     """Whether somebody differentiates what is computed from some tensors."""
     tensors = [tensor for group in groups for tensor in group]
-    return record.should_record_backprop(tensors)
+    return private_tf.record.should_record_backprop(tensors)
 
 
 class _Segment:

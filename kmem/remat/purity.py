@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from kmem.base import private_tf
+
 # Stateful for TensorFlow, since they must not be merged or left out, but a
 # second run of them is harmless: reads, messages, and collectives, which all
 # replicas run again together. cuDNN's kernels are given no dropout by Keras.
@@ -66,9 +68,7 @@ def _inner_operations(operations) -> Iterator[tf.Operation]:
         if not names:
             yield op
         for name in names:
-            # Private in TensorFlow: the Python side of a graph's functions.
-            # test_remat.py fails if it moves.
-            function = op.graph._get_function(name)
+            function = private_tf.function_in(op.graph, name)
             if function is None:
                 # Such as one that was loaded: its operations are not known.
                 yield op

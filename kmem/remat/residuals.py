@@ -9,6 +9,7 @@ import dataclasses
 
 import tensorflow as tf
 
+from kmem.base import private_tf
 from kmem.remat import uses
 
 
@@ -56,10 +57,7 @@ def keep(first: Run, second: Run, gradient: list[tf.Operation]) -> None:
         for index, tensor in enumerate(op.inputs):
             output = kept.get(_source(tensor).ref())
             if output is not None:
-                # Private in TensorFlow, which has no public way to say what a
-                # gradient reads. test_sharding_units.py fails if it
-                # moves.
-                op._update_input(index, output)
+                private_tf.replace_input(op, index, output)
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:

@@ -20,21 +20,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Private in Keras, and used nowhere else: what is around a layer's call.
-# test_remat.py fails if it moves.
-from keras.src.backend.common import global_state
-
-# Private in TensorFlow: whether tapes record what a thread does.
-# test_remat.py fails if it moves.
-from tensorflow.python import pywrap_tfe
-
-# Private in TensorFlow: how a variable tells that it is read.
-# test_remat.py fails if it moves.
-from tensorflow.python.eager.tape import variable_accessed
-
+from kmem.base import private_keras
+from kmem.base import private_tf
+from kmem.base.private_keras import tf_variable
 from kmem.remat.structure import is_differentiable
-
-_AMBIENT = ("current_call_ctx", "autocast_scope")
 
 
 class CannotRepeat(BaseException):
@@ -63,13 +52,13 @@ class _Scope(keras.StatelessScope):
         layers = [self._layer_of[id(loss)] for loss in self.losses]
         for layer, loss in zip(layers, self.losses, strict=True):
             # Else a later tensor with this `id` would pass for the layer's.
-            layer._loss_ids.discard(id(loss))
+            private_keras.forget_loss(layer, loss)
         return layers, self.losses
 
     def _check_read(self, variable) -> None:
         graph = _current_graph()
         while graph is not None and graph is not self._graph:
-            if type(graph) is tf.__internal__.FuncGraph:
+            if private_tf.is_own_function(graph):
                 raise CannotRepeat(
                     f"reads the variable '{variable.path}' in a "
                     "`tf.function` of its own, which would keep its value"
@@ -128,7 +117,7 @@ class FirstRun(_Scope):
                 self.unbuilt = True
                 return None
             self.entry.append((variable, value))
-            if pywrap_tfe.TFE_Py_TapeSetIsStopped():
+            if private_tf.tapes_are_stopped():
                 self._unrecorded.add(id(variable))
             value = self._value_to_use(value)
         self.state_mapping[id(variable)] = value
@@ -137,7 +126,7 @@ class FirstRun(_Scope):
     def _value_at_entry(self, variable):
         outer = self.original_scope
         value = None if outer is None else outer.get_current_value(variable)
-        value = held(variable) if value is None else value
+        value = tf_variable(variable) if value is None else value
         return None if value is None else tf.convert_to_tensor(value)
 
     def _value_to_use(self, value):
@@ -191,7 +180,7 @@ class SecondRun(_Scope):
     def _substitute(self, variable, value: tf.Tensor) -> tf.Tensor:
         """Lets TensorFlow take a value for a variable where it would."""
         # Keras's may be frozen, which TensorFlow's does not know.
-        own = held(variable)
+        own = tf_variable(variable)
         if own is not None and own.trainable and is_differentiable(value):
             self._substitutes.append(_substitute(value))
         return value
@@ -258,26 +247,14 @@ class Substituted(keras.StatelessScope):
             return _read(value)
         if self.original_scope is None:
             # Not `None`: regularizers ask here for what they add up.
-            return held(variable)
+            return tf_variable(variable)
         return self.original_scope.get_current_value(variable)
 
     def add_update(self, update):
         if self.original_scope is None:
-            assign(*update)
+            private_keras.assign(*update)
         else:
             self.original_scope.add_update(update)
-
-
-def held(variable) -> tf.Variable | None:
-    """TensorFlow's variable behind Keras's; `None` if it has none yet."""
-    # `_value` is private in Keras; see `capture.DiscardedState`.
-    return variable._value
-
-
-def assign(variable: keras.Variable, value) -> None:
-    """Assigns a Keras variable, whatever scope is open."""
-    # Private in Keras: through it, every assignment.
-    variable._direct_assign(value)
 
 
 def untracked(tensor: tf.Tensor) -> tf.Tensor:
@@ -287,26 +264,14 @@ def untracked(tensor: tf.Tensor) -> tf.Tensor:
 
 def ambient() -> dict[str, Any]:
     """What is around the layer that is being called, as it is now."""
-    return {
-        name: copy.copy(global_state.get_global_attribute(name))
-        for name in _AMBIENT
-    }
+    values = private_keras.around_call().items()
+    return {name: copy.copy(value) for name, value in values}
 
 
 def ambient_key() -> tuple:
     """What of it a layer's call may depend on, to be compared."""
-    call, autocast = map(global_state.get_global_attribute, _AMBIENT)
+    call, autocast = private_keras.around_call().values()
     return getattr(call, "training", None), getattr(autocast, "dtype", None)
-
-
-def current_scope() -> keras.StatelessScope | None:
-    """Through which variables are read and assigned, if not as they are."""
-    return global_state.get_global_attribute("stateless_scope")
-
-
-def within_scope() -> bool:
-    """Whether variables are not read and assigned as they are."""
-    return current_scope() is not None
 
 
 @contextlib.contextmanager
@@ -317,17 +282,16 @@ def restored(values: dict[str, Any], layers: list) -> Iterator[None]:
         values: What `ambient` gave.
         layers: Layers that have losses, which a new call would clear.
     """
-    before = {name: global_state.get_global_attribute(name) for name in values}
-    losses = [layer._losses[:] for layer in layers]
-    for name, value in values.items():
-        global_state.set_global_attribute(name, copy.copy(value))
+    before = private_keras.around_call()
+    losses = [private_keras.own_losses(layer)[:] for layer in layers]
+    given = {name: copy.copy(value) for name, value in values.items()}
+    private_keras.set_around_call(given)
     try:
         yield
     finally:
-        for name, value in before.items():
-            global_state.set_global_attribute(name, value)
+        private_keras.set_around_call(before)
         for layer, own in zip(layers, losses, strict=True):
-            layer._losses[:] = own
+            private_keras.own_losses(layer)[:] = own
 
 
 def _substitute(tensor: tf.Tensor) -> tf.Tensor:
@@ -341,7 +305,7 @@ def _substitute(tensor: tf.Tensor) -> tf.Tensor:
 
 def _read(tensor: tf.Tensor) -> tf.Tensor:
     if hasattr(tensor, "handle"):
-        variable_accessed(tensor)
+        private_tf.variable_accessed(tensor)
     return tensor
 
 

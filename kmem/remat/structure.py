@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from kmem.base import private_keras
+
 _COMPOSITE = (tf.RaggedTensor, tf.SparseTensor)
 
 
@@ -39,14 +41,14 @@ class Structure:
         if not isinstance(leaf, tf.Tensor | tf.TensorSpec):
             return lambda tensors: leaf
         self.tensors.append(leaf)
-        mask = getattr(leaf, "_keras_mask", None)
+        mask = private_keras.mask_of(leaf)
         if not isinstance(mask, tf.Tensor):
             return lambda tensors: tensors[start]
         self.tensors.append(mask)
 
         def put(tensors):
             tensor = tensors[start]
-            tensor._keras_mask = tensors[start + 1]
+            private_keras.set_mask(tensor, tensors[start + 1])
             return tensor
 
         return put

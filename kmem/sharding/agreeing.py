@@ -148,7 +148,7 @@ def _alone(group: Engine, deed: Callable, model: keras.Model) -> None:
             stack.callback(_announce, group, -1)
             for number, variable in enumerate(sharded):
                 read = functools.partial(_read, group, number, variable)
-                stack.enter_context(attribute(variable, "_read", read))
+                stack.enter_context(attribute(variable, "read_whole", read))
             deed()
     else:
         while (number := _announce(group, -1)) >= 0:

@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmem import precision
+from kmem.base import private_keras
 from kmem.sharding import files
 from kmem.sharding.agreeing import jointly
 from kmem.sharding.agreeing import ranks_where
@@ -282,8 +283,7 @@ def _slots(optimizer, weights: list) -> list[keras.Variable]:
                     "zeros", tuple(weight.shape), weight.dtype, name=weight.name
                 )
             )
-            # Private in Keras; test_checkpoint.py fails if it moves.
-            alike[-1]._path = weight.path
+            private_keras.set_path(alike[-1], weight.path)
         like = type(optimizer).from_config(config)
         build_optimizer(like, alike)
     return like.variables

@@ -34,12 +34,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# Private in TensorFlow: it has no public operations for shards, no public
-# switch for heartbeats, and its own strategies end collectives so.
-# test_sharding_engine.py and test_faults.py fail if they move.
-from tensorflow.python.eager import context
-from tensorflow.python.ops import gen_collective_ops
-
+from kmem.base import private_tf
 from kmem.launching.cluster import Cluster
 
 _GROUP_KEY = 7600
@@ -150,8 +145,7 @@ class _Group(Engine):
         while deadline is None or time.monotonic() < deadline:
             time.sleep(min(_LOOK_SECONDS, self._timeout / 4))
             deadline = self._deadline
-        current: Any = context.context()
-        current.abort_collective_ops(
+        private_tf.context().abort_collective_ops(
             tf.errors.DEADLINE_EXCEEDED,
             "Other processes must take part within "
             f"{self._timeout:g} s (KMEM_TIMEOUT_SECONDS).",
@@ -159,15 +153,13 @@ class _Group(Engine):
 
     def gather(self, tensor, name):
         sent, received = _coded(tensor)
-        gathered = self._call(
-            gen_collective_ops.collective_gather_v2, sent[None], name
-        )
+        gathered = self._call(tf.raw_ops.CollectiveGatherV2, sent[None], name)
         return received(gathered)
 
     def reduce_scatter(self, tensor, name):
         if self._on_gpu:
             flat = self._call(
-                gen_collective_ops.collective_reduce_scatter_v2,
+                tf.raw_ops.CollectiveReduceScatterV2,
                 tf.reshape(tensor, [-1]),
                 name,
                 merge_op="Add",
@@ -187,9 +179,7 @@ class _Group(Engine):
     def _exchanged(self, tensor, name):
         """The sum of the rows that are this one's."""
         sent, received = _coded(tensor)
-        rows = received(
-            self._call(gen_collective_ops.collective_all_to_all_v2, sent, name)
-        )
+        rows = received(self._call(tf.raw_ops.CollectiveAllToAllV2, sent, name))
         if rows.dtype.size < 4:
             rows = tf.cast(rows, tf.float32)
         with tf.device(self.device):
@@ -197,7 +187,7 @@ class _Group(Engine):
 
     def all_reduce(self, tensor, name, operation="Add"):
         return self._call(
-            gen_collective_ops.collective_reduce_v2,
+            tf.raw_ops.CollectiveReduceV2,
             tensor,
             f"{name}/{operation}",
             merge_op=operation,
@@ -208,10 +198,10 @@ class _Group(Engine):
         sent, received = _coded(tensor)
         if self.rank == 0:
             part = {"input": sent}
-            operation = gen_collective_ops.collective_bcast_send_v2
+            operation = tf.raw_ops.CollectiveBcastSendV2
         else:
             part = {"shape": sent.shape, "T": sent.dtype}
-            operation = gen_collective_ops.collective_bcast_recv_v2
+            operation = tf.raw_ops.CollectiveBcastRecvV2
         key = _key("broadcast", name, sent)
         return received(self._take_part(operation, key, **part))
 
@@ -271,20 +261,20 @@ def join_at_first_operation() -> None:
 
     Nothing if TensorFlow runs already.
     """
-    current: Any = context.context()
+    current = private_tf.context()
 
     def join():
         join_no_more()
         engine()
         current.ensure_initialized()
 
-    if current._context_handle is None:
+    if not private_tf.has_started():
         current.ensure_initialized = join
 
 
 def join_no_more() -> None:
     """Takes back `join_at_first_operation`."""
-    vars(context.context()).pop("ensure_initialized", None)
+    vars(private_tf.context()).pop("ensure_initialized", None)
 
 
 def _timeout_seconds() -> float:
@@ -303,8 +293,7 @@ def _timeout_seconds() -> float:
 
 def _join(cluster: dict, timeout: float) -> None:
     """Connects TensorFlow's runtime with the other processes'."""
-    current: Any = context.context()
-    if current._context_handle is not None:
+    if private_tf.has_started():
         raise RuntimeError(
             "Processes must join before TensorFlow's first operation: under "
             "`kmem launch` import kmem, else make a `kmem.ShardedStrategy()`, "
@@ -312,7 +301,7 @@ def _join(cluster: dict, timeout: float) -> None:
         )
     join_no_more()
     leader = "chief" if "chief" in cluster else "worker"
-    current.configure_coordination_service(
+    private_tf.context().configure_coordination_service(
         service_type="standalone",
         service_leader=f"/job:{leader}/replica:0/task:0",
         heartbeat_timeout_in_ms=_HEARTBEAT_SECONDS * 1000,

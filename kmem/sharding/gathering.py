@@ -19,6 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base.private_keras import tf_variable
 from kmem.sharding.engine import Engine
 from kmem.sharding.layout import Layout
 
@@ -129,8 +130,7 @@ class Shard:
     @property
     def variable(self) -> tf.Variable:
         """The shard in TensorFlow."""
-        # Private in Keras; see `kmem.step.capture.DiscardedState`.
-        return self.local._value
+        return tf_variable(self.local)
 
     @property
     def value(self) -> tf.Tensor:

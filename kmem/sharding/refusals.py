@@ -6,12 +6,13 @@ import os
 import keras
 import tensorflow as tf
 
+from kmem.base.private_keras import USE_WEIGHT_DECAY
+from kmem.base.private_keras import all_layers
 from kmem.launching.cluster import Cluster
 from kmem.options import MemoryOptions
 from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
 from kmem.sharding.variables import ShardedVariable
-from kmem.step.capture import all_layers
 
 # Their updates look at one number of a variable at a time.
 _ELEMENTWISE = (
@@ -27,8 +28,8 @@ _ELEMENTWISE = (
     keras.optimizers.Lion,
 )
 # What of an optimizer may be a user's own: it sees no numbers, or, of
-# `_use_weight_decay`, a whole variable; see `kmem.sharding.updating`.
-_MAY_DIFFER = ("__init__", "get_config", "_use_weight_decay")
+# `USE_WEIGHT_DECAY`, a whole variable; see `kmem.sharding.updating`.
+_MAY_DIFFER = ("__init__", "get_config", USE_WEIGHT_DECAY)
 
 
 def check(model: keras.Model, options: MemoryOptions) -> None:

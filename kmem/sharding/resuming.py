@@ -21,6 +21,7 @@ from typing import Any
 
 import keras
 
+from kmem.base import private_keras
 from kmem.base.checks import positive_int
 from kmem.sharding import agreeing
 from kmem.sharding import checkpoint
@@ -97,9 +98,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             return
         position = checkpoint.load(model, self._folder)
         self._skipped = position.get("batch", 0)
-        # Where `fit` begins; private in Keras, whose own `BackupAndRestore`
-        # sets it. test_resuming.py fails if it moves.
-        model._initial_epoch = position.get("epoch", 0)
+        private_keras.begin_at(model, position.get("epoch", 0))
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
@@ -124,8 +123,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             self._save(epoch + 1, 0, ends)
 
     def on_train_end(self, logs=None):
-        model: Any = self.model
-        model._initial_epoch = None
+        private_keras.begin_at(self.model, None)
         self._ending.end()
 
     def _save(self, epoch: int, batch: int, ends: bool) -> None:

@@ -24,10 +24,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# Private in TensorFlow: whether a seed was set. test_sharding_engine.py
-# fails if it moves.
-from tensorflow.python.eager import context
-
+from kmem.base import private_keras
+from kmem.base import private_tf
 from kmem.sharding import gathering
 from kmem.sharding.engine import Engine
 from kmem.sharding.variables import MirroredVariable
@@ -230,7 +228,7 @@ def agree_on_seed(engine: Engine) -> None:
     """Sets TensorFlow's seed to that of process 0, unless all have it."""
     if engine.size == 1:
         return
-    own = context.global_seed()
+    own = private_tf.global_seed()
     seeds = engine.gather(tf.constant([-1 if own is None else own]), "seed")
     values = set(seeds.numpy().ravel())
     if len(values) > 1 or -1 in values:
@@ -273,7 +271,7 @@ def _assigned(variables: list) -> Iterator[dict[int, Any]]:
     assigned: dict[int, Any] = {}
 
     def noting(variable):
-        assign = variable._direct_assign
+        assign = getattr(variable, private_keras.ASSIGN)
 
         def note(value):
             assigned[id(variable)] = variable
@@ -283,9 +281,8 @@ def _assigned(variables: list) -> Iterator[dict[int, Any]]:
 
     with contextlib.ExitStack() as stack:
         for variable in variables:
-            note = noting(variable)
-            # Private in Keras: through it, every assignment.
-            stack.enter_context(attribute(variable, "_direct_assign", note))
+            change = attribute(variable, private_keras.ASSIGN, noting(variable))
+            stack.enter_context(change)
         yield assigned
 
 

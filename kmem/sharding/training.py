@@ -21,6 +21,8 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from kmem.base import private_keras
+from kmem.base.private_keras import all_layers
 from kmem.options import Sharding
 from kmem.sharding import slices
 from kmem.sharding import units
@@ -31,7 +33,6 @@ from kmem.sharding.slices import Slices
 from kmem.sharding.updating import ShardedOptimizer
 from kmem.sharding.variables import MirroredVariable
 from kmem.sharding.variables import ShardedVariable
-from kmem.step.capture import all_layers
 
 # Of what a process holds, what may be whole.
 _WHOLE = 0.005
@@ -193,15 +194,11 @@ def stored(variables: list) -> list:
 
 
 def _weights(model) -> list:
-    """The weights of layers, frozen ones too.
-
-    `_trainable_variables` is private in Keras: the weights of a layer itself,
-    whether it is frozen or not. test_sharding.py fails if it moves.
-    """
+    """The weights of layers, frozen ones too."""
     weights = {
         id(variable): variable
         for layer in all_layers(model)
-        for variable in layer._trainable_variables
+        for variable in private_keras.own_weights(layer)
     }
     return list(weights.values())
 

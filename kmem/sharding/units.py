@@ -22,10 +22,10 @@ import keras
 import tensorflow as tf
 
 from kmem import remat
+from kmem.base.private_keras import all_layers
 from kmem.sharding.gathering import gathered
 from kmem.sharding.variables import ShardedVariable
 from kmem.sharding.variables import prepared
-from kmem.step.capture import all_layers
 from kmem.step.capture import children
 from kmem.step.patching import attribute
 
@@ -62,8 +62,8 @@ class Unit:
             stack.enter_context(attribute(self.layer, "call", self._run))
             for variable in self._regularized():
                 penalty = self._penalty_of(variable)
-                change = attribute(variable, "_regularizer", penalty)
-                stack.enter_context(change)
+                stack.callback(setattr, variable, "regularizer", penalty.plain)
+                variable.regularizer = penalty
             yield
 
     def _run(self, *args, **kwargs) -> Any:

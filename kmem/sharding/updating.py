@@ -14,6 +14,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base.private_keras import CLIP
+from kmem.base.private_keras import USE_WEIGHT_DECAY
+from kmem.base.private_keras import whole_of
+from kmem.base.private_tf import identity_of
 from kmem.sharding import variables
 from kmem.sharding.engine import Engine
 from kmem.sharding.variables import MirroredVariable
@@ -136,12 +140,10 @@ class ShardedOptimizer:
             weights: The weights whose gradients are not `None`.
         """
         optimizer, inner, engine = self._optimizer, self._inner, self._engine
-        plain_clip = inner._clip_gradients
-        plain_use = inner._use_weight_decay
+        plain_clip = getattr(inner, CLIP)
+        plain_use = getattr(inner, USE_WEIGHT_DECAY)
         cut = [v for v in weights if isinstance(v, ShardedVariable)]
-        wholes = {
-            v.shard.variable._unique_id: variables.whole_of(v) for v in cut
-        }
+        wholes = {identity_of(v.shard.variable): whole_of(v) for v in cut}
 
         def clip(gradients):
             if not (inner.clipnorm or inner.global_clipnorm):
@@ -166,11 +168,11 @@ class ShardedOptimizer:
             return [None if g is None else next(clipped) for g in gradients]
 
         def use(variable):
-            return plain_use(wholes.get(variable._unique_id, variable))
+            return plain_use(wholes.get(identity_of(variable), variable))
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(attribute(inner, "_clip_gradients", clip))
-            stack.enter_context(attribute(inner, "_use_weight_decay", use))
+            stack.enter_context(attribute(inner, CLIP, clip))
+            stack.enter_context(attribute(inner, USE_WEIGHT_DECAY, use))
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 plain_check = optimizer.check_finite
 

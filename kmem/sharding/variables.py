@@ -16,11 +16,13 @@ import contextvars
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kmem.base import private_keras
+from kmem.base import private_tf
+from kmem.base.private_keras import whole_of
 from kmem.sharding.engine import Engine
 from kmem.sharding.gathering import Shard
 from kmem.sharding.gathering import Travel
@@ -47,11 +49,10 @@ def prepared(variables: Iterable["ShardedVariable"], wholes: list[tf.Tensor]):
     return setting(_prepared, _prepared.get() | values)
 
 
-class ShardedVariable(keras.Variable):
+class ShardedVariable(private_keras.Variable):
     """A variable that is a shard in memory.
 
-    Made by `shard`, of a variable that exists. `_value` and `_shape` are
-    private in Keras; test_sharding_variables.py fails if they move.
+    Made by `shard`, of a variable that exists.
 
     Attributes:
         shard: This process's `Shard`.
@@ -60,23 +61,19 @@ class ShardedVariable(keras.Variable):
     shard: Shard
 
     @property
-    def _value(self):  # type: ignore[override]
+    def held(self):
         if _shards.get():
             return self.shard.variable
         whole = _prepared.get().get(id(self))
-        return self._read() if whole is None else whole
+        return self.read_whole() if whole is None else whole
 
-    def _read(self):
+    def read_whole(self):
         return self.shard.read_full()
 
     @property
-    def _shape(self):  # type: ignore[override]
+    def held_shape(self):
         layout = self.shard.layout
         return (layout.length,) if _shards.get() else layout.shape
-
-    @property
-    def _ndim(self):  # type: ignore[override]
-        return len(self._shape)
 
     @property
     def holds_shard(self) -> bool:
@@ -91,9 +88,9 @@ class ShardedVariable(keras.Variable):
     @property
     def value(self):
         # Not the value that a `StatelessScope` has: it has the shard's.
-        value = self._maybe_autocast(self._value)
+        value = self.autocast_value(self.held)
         # Optimizers know a variable by it.
-        value._unique_id = whole_of(self)._unique_id
+        private_tf.set_identity(value, private_tf.identity_of(whole_of(self)))
         return value
 
     @property
@@ -110,7 +107,7 @@ class ShardedVariable(keras.Variable):
             )
         return super().assign(value)
 
-    def _direct_assign(self, value):
+    def put(self, value):
         value = tf.cast(value, self.shard.variable.dtype)
         if _shards.get():
             self.shard.variable.assign(value)
@@ -132,13 +129,13 @@ class MirroredVariable(ShardedVariable):
     It has the shard all the time if the whole is rounded as it travels.
     """
 
-    def _read(self):
+    def read_whole(self):
         return whole_of(self)
 
     @property
     def value(self):
         if _shards.get():
-            return self._value
+            return self.held
         return super(ShardedVariable, self).value
 
     @property
@@ -159,9 +156,9 @@ class MirroredVariable(ShardedVariable):
         # It has digits that the whole has not.
         return self.shard.travel.gather_dtype is not None
 
-    def _direct_assign(self, value):
+    def put(self, value):
         if _shards.get() or self.holds_shard:
-            super()._direct_assign(value)
+            super().put(value)
         if not _shards.get():
             whole_of(self).assign(value)
 
@@ -201,7 +198,8 @@ def shard(
             engine, variable.path, shape, cut, variable.trainable, name, home
         )
         # Optimizers know a variable by it.
-        own.variable._unique_id = whole._unique_id
+        identity = private_tf.identity_of(whole)
+        private_tf.set_identity(own.variable, identity)
         shards[home] = own
     else:
         own.write_full(value)
@@ -243,13 +241,8 @@ def adopt(
         tf.zeros(shape, vector.dtype), trainable=False, name=variable.name
     )
     _empty(whole)
-    vars(variable).update(
-        _value=whole,
-        _shape=shape,
-        _ndim=len(shape),
-        shard=own,
-        _kmem_shards={home: own},
-    )
+    private_keras.replace_whole(variable, whole)
+    vars(variable).update(shard=own, _kmem_shards={home: own})
     variable.__class__ = ShardedVariable
 
 
@@ -285,12 +278,6 @@ def restore(variable) -> None:
         put(whole, variable.shard.read_full())
     variable.__class__ = keras.Variable
     _empty(variable.shard.variable)
-
-
-def whole_of(variable) -> Any:
-    """The TensorFlow variable that Keras made of a Keras variable: its name
-    and shape, if not its values."""
-    return vars(variable)["_value"]
 
 
 def _empty(variable: tf.Variable) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base import private_keras
 from kmem.graph import releasing
 from kmem.step import patching
 from kmem.step import updates
@@ -290,10 +291,9 @@ def _weighted_sum(gradients, factors):
 def without_reduction(optimizer):
     """Lets the optimizer take its gradients as summed over replicas already.
 
-    Private in Keras: it reduces after it clips, so that every replica clips
-    its own share. test_mirrored.py and test_updates.py fail if the name
-    moves.
+    Keras reduces after it clips, so that every replica clips its own share.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    with patching.method(inner, "_all_reduce_sum_gradients", lambda _: list):
+    name = private_keras.ADD_UP_OVER_REPLICAS
+    with patching.method(inner, name, lambda _: list):
         yield

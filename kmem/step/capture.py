@@ -16,6 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmem.base.private_keras import all_layers
+from kmem.base.private_keras import tf_variable
 from kmem.step import patching
 
 _RESTORE_ATTEMPTS = 3
@@ -23,17 +25,6 @@ _RESTORE_ATTEMPTS = 3
 
 class LossReached(BaseException):
     """Ends a step early, once its loss is known; see `capturing`."""
-
-
-def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """A layer, or a model, and all layers inside it at any depth.
-
-    `_flatten_layers` is private in Keras, which uses it for `trainable` and
-    `summary`; the public `layers` does not reach into a layer, such as the
-    two halves of a `Bidirectional`. It is used nowhere else;
-    test_capture.py fails if it moves.
-    """
-    return layer._flatten_layers()
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -71,8 +62,7 @@ class DiscardedState(keras.StatelessScope):
     """A scope in which every assignment to a Keras variable is lost.
 
     Unlike its base, it lets a read see the variable itself, so that gradients
-    reach it and regularizers find a value. `_value` is private in Keras, and
-    used nowhere else; test_capture.py fails if it moves.
+    reach it and regularizers find a value.
     """
 
     def __init__(self):
@@ -80,7 +70,7 @@ class DiscardedState(keras.StatelessScope):
 
     def get_current_value(self, variable):
         value = super().get_current_value(variable)
-        return variable._value if value is None else value
+        return tf_variable(variable) if value is None else value
 
 
 class Update:

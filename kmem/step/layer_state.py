@@ -14,7 +14,7 @@ import warnings
 import keras
 import tensorflow as tf
 
-from kmem.step.capture import all_layers
+from kmem.base.private_keras import all_layers
 
 
 class LayerState:

@@ -15,8 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem.graph import backward
-from kmem.graph import loops
+from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.graph.ordering import Order
 from kmem.step import capture
@@ -185,10 +184,10 @@ class GradientStep:
             capture.capturing(self._model, self._optimizer) as update,
             self._processes.weighing(share, update),
         ):
-            logs = loops.one_by_one(self._train_step, data)
+            logs = ordering.one_by_one(self._train_step, data)
         order = None
         if self._ordered:
-            order = backward.hold_back(update.gradients or [], loss=update.loss)
+            order = ordering.hold_back(update.gradients or [], loss=update.loss)
         updates = [update, *updates]
         processes = self._processes
         return _Part(updates, logs, results, share, split, processes, order)

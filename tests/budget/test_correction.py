@@ -8,8 +8,8 @@ from planning_cases import frontier
 from kmem.budget.correction import Corrector
 from kmem.budget.correction import Learned
 from kmem.budget.dry_run import Measurement
+from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.choosing import Chooser
-from kmem.planning.errors import InfeasibleBudget
 
 LENGTH, BUDGET, IN_USE = 40, 24_000, 500
 SIZES = [1000] * (LENGTH + 1)

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 from keras import layers
 
+from kmem.base.private_keras import all_layers
 from kmem.keras_graph import opening
-from kmem.step.capture import all_layers
 
 
 class Log(opening.Visitor):

@@ -6,7 +6,7 @@ import planning_cases as cases
 import pytest
 
 from kmem.planning import chain
-from kmem.planning.errors import InfeasibleBudget
+from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.line import Line
 from kmem.planning.network import Network
 from kmem.planning.network import Segment

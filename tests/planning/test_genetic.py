@@ -6,7 +6,7 @@ import pytest
 from kmem.options import Genetic
 from kmem.planning import chain
 from kmem.planning import genetic
-from kmem.planning.errors import InfeasibleBudget
+from kmem.planning.bounds import InfeasibleBudget
 
 
 def _peak(network, **options) -> int:

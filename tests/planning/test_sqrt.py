@@ -5,7 +5,7 @@ import pytest
 
 from kmem.planning import chain
 from kmem.planning import sqrt
-from kmem.planning.errors import InfeasibleBudget
+from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.network import Segment
 
 

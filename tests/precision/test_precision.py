@@ -20,8 +20,8 @@ from precision_models import step_of
 
 import kmem
 from kmem import precision
+from kmem.base.private_keras import all_layers
 from kmem.options import MixedPrecision
-from kmem.step.capture import all_layers
 
 
 def check_trains_and_leaves_no_trace(model, data, dtype, mode):

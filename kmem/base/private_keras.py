@@ -1,0 +1,215 @@
+"""What kmem takes of Keras that is not public; nothing else does.
+
+Keras has no public function that does what these do. Each says what it is
+for, and which test fails when it moves (from 3.12 on it is here). Names are
+those of methods and attributes that are replaced for a while.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+
+# Where `Loss.__call__` looks up what reduces its values.
+# step/test_loss_terms.py
+from keras.src.losses import loss as loss
+
+# What Keras keeps for the time of a layer's call: `training`, and the dtype
+# that variables are cast to. remat/test_remat.py
+_AROUND_A_CALL = ("current_call_ctx", "autocast_scope")
+
+
+def around_call() -> dict[str, Any]:
+    """What is around the layer that is being called; see `_AROUND_A_CALL`."""
+    return {
+        name: global_state.get_global_attribute(name) for name in _AROUND_A_CALL
+    }
+
+
+def set_around_call(values: dict[str, Any]) -> None:
+    """Sets what is around the layers that are called next."""
+    for name, value in values.items():
+        global_state.set_global_attribute(name, value)
+
+
+def stateless_scope() -> keras.StatelessScope | None:
+    """The scope through which variables are read and assigned, if there is
+    one. remat/test_remat.py"""
+    return global_state.get_global_attribute("stateless_scope")
+
+
+# Layers and models.
+
+# What a Functional model runs its operations with. keras_graph/test_opening.py
+RUN_THROUGH_GRAPH = "_run_through_graph"
+# A layer's policy, past the public setter, which edits the map of policies
+# that layers may share. precision/test_precision.py
+DTYPE_POLICY = "_dtype_policy"
+# What adds a penalty of activations to a model's loss.
+# precision/test_precision.py
+ADD_PENALTY = "_aggregate_additional_loss"
+
+
+def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """A layer, or a model, and all layers inside it, at any depth: the public
+    `layers` does not reach into a layer, such as the two halves of a
+    `Bidirectional`. step/test_capture.py"""
+    return layer._flatten_layers()
+
+
+def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
+    """The weights of a layer itself that are trained unless it is frozen.
+    sharding/test_sharding.py"""
+    return layer._trainable_variables
+
+
+def own_policy(layer: keras.layers.Layer) -> keras.DTypePolicy:
+    """See `DTYPE_POLICY`."""
+    return layer._dtype_policy
+
+
+def own_losses(layer: keras.layers.Layer) -> list:
+    """The list in which a layer keeps its losses. remat/test_remat.py"""
+    return layer._losses
+
+
+def forget_loss(layer: keras.layers.Layer, loss: Any) -> None:
+    """Takes a loss from a layer, which else would take a later tensor with
+    the same `id` for its own. remat/test_remat.py"""
+    layer._loss_ids.discard(id(loss))
+
+
+def functional_of(model: keras.Model) -> Any:
+    """The model that has the graph of operations; `None` of a subclassed one.
+
+    A `Sequential` keeps one inside, once it is built.
+    keras_graph/test_opening.py
+    """
+    if isinstance(model, keras.Sequential):
+        return model._functional
+    return model if hasattr(model, RUN_THROUGH_GRAPH) else None
+
+
+def nodes_of(functional: Any) -> list:
+    """The calls of a Functional model's operations, in the order in which
+    Keras runs them. keras_graph/test_opening.py"""
+    by_depth = functional._nodes_by_depth
+    return [
+        node
+        for depth in sorted(by_depth, reverse=True)
+        for node in by_depth[depth]
+        if node.operation and not node.is_input
+    ]
+
+
+def loss_tracker(model: keras.Model) -> Any:
+    """What `compile` makes anew each time. test_model.py"""
+    return model._loss_tracker
+
+
+def begin_at(model: Any, epoch: int | None) -> None:
+    """Has `fit` begin at an epoch, as `BackupAndRestore` does.
+    sharding/test_resuming.py"""
+    model._initial_epoch = epoch
+
+
+# A tensor's mask. remat/test_remat.py, dtr/test_dtr_blocks.py
+
+
+def mask_of(tensor: Any) -> Any:
+    """The mask that Keras has put on a tensor, or `None`."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: tf.Tensor, mask: Any) -> None:
+    """Puts a mask on a tensor."""
+    tensor._keras_mask = mask
+
+
+# Optimizers.
+
+# What makes gradients smaller that are too large.
+# sharding/test_sharding_fit.py, multilevel/test_multilevel_program.py
+CLIP = "_clip_gradients"
+# Whether a weight decays, by its name and shape. The same tests.
+USE_WEIGHT_DECAY = "_use_weight_decay"
+# What adds gradients up over replicas, after each has clipped its own.
+# step/test_mirrored.py, step/test_updates.py
+ADD_UP_OVER_REPLICAS = "_all_reduce_sum_gradients"
+
+
+# Variables.
+
+# Through which every assignment goes. sharding/test_sharding.py
+ASSIGN = "_direct_assign"
+
+
+def tf_variable(variable: keras.Variable) -> Any:
+    """TensorFlow's variable behind Keras's, whatever scope is open; `None` if
+    it has none yet. step/test_capture.py"""
+    return variable._value
+
+
+def assign(variable: keras.Variable, value: Any) -> None:
+    """Assigns a variable, whatever scope is open. remat/test_remat.py"""
+    variable._direct_assign(value)
+
+
+def set_path(variable: keras.Variable, path: str) -> None:
+    """Names a variable as another one. sharding/test_checkpoint.py"""
+    variable._path = path
+
+
+class Variable(keras.Variable):
+    """A variable whose subclass says what it is at any time.
+
+    A `keras.Variable` that exists may be given this class; see `whole_of`.
+    sharding/test_sharding_variables.py
+    """
+
+    @property
+    def held(self) -> Any:
+        """What is there in its place now."""
+        raise NotImplementedError
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """The shape of that."""
+        raise NotImplementedError
+
+    def put(self, value: Any) -> None:
+        """Assigns it a value."""
+        raise NotImplementedError
+
+    def autocast_value(self, value: Any) -> Any:
+        """A value in the dtype that the layer around computes in."""
+        return self._maybe_autocast(value)
+
+    @property
+    def _value(self):  # type: ignore[override]
+        return self.held
+
+    @property
+    def _shape(self):  # type: ignore[override]
+        return self.held_shape
+
+    @property
+    def _ndim(self):  # type: ignore[override]
+        return len(self.held_shape)
+
+    def _direct_assign(self, value):
+        self.put(value)
+
+
+def whole_of(variable: keras.Variable) -> Any:
+    """The TensorFlow variable that Keras made, whatever class `variable` has
+    now: its name and shape, if not its values.
+    sharding/test_sharding_variables.py"""
+    return vars(variable)["_value"]
+
+
+def replace_whole(variable: keras.Variable, whole: tf.Variable) -> None:
+    """Puts another one in the place of that."""
+    shape = tuple(whole.shape)
+    vars(variable).update(_value=whole, _shape=shape, _ndim=len(shape))

@@ -1,0 +1,172 @@
+"""What kmem takes of TensorFlow that is not public; nothing else does.
+
+TensorFlow has no public function that does what these do. Each says what it
+is for, and which test fails when it moves (in 2.20 and 2.21 it is here).
+"""
+
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.client import device_lib
+from tensorflow.python.eager import backprop
+from tensorflow.python.eager import context as eager_context
+
+# What carries a backward pass out, for `kmem.dtr.backward` to replace.
+# dtr/test_dtr_device.py
+from tensorflow.python.eager import imperative_grad as imperative_grad
+
+# Whether tapes watch some tensors, and how an operation gets a gradient of
+# one's own, without the copies of `tf.custom_gradient`.
+# remat/test_remat.py, dtr/test_dtr_blocks.py
+from tensorflow.python.eager import record as record
+
+# How a variable tells that it is read. remat/test_remat.py
+from tensorflow.python.eager.tape import variable_accessed as variable_accessed
+
+# TensorFlow's hook for its debugger: one call for every operation that runs
+# or is traced. precision/test_precision_guards.py
+from tensorflow.python.framework import op_callbacks as op_callbacks
+from tensorflow.python.framework import ops
+
+# How TensorFlow computes an operation's gradient, adds gradients up and makes
+# those of what is not connected. dtr/test_dtr_device.py
+gradient_of_operation = backprop._gradient_function
+sum_of_gradients = backprop._aggregate_grads
+zero_gradients = backprop._zeros
+
+
+def register_gradients(of_operation, add_up, zeros) -> None:
+    """Has backward passes call these instead. dtr/test_dtr_device.py"""
+    space = backprop._default_vspace._replace(
+        aggregate_fn=add_up, zeros_fn=zeros
+    )
+    pywrap_tfe.TFE_Py_RegisterGradientFunction(of_operation)
+    pywrap_tfe.TFE_Py_RegisterVSpace(space)
+
+
+def tapes_are_stopped() -> bool:
+    """Whether no tape records what this thread does. remat/test_remat.py"""
+    return pywrap_tfe.TFE_Py_TapeSetIsStopped()
+
+
+# TensorFlow's runtime.
+
+
+def context() -> Any:
+    """The runtime's face in Python: it starts at the first operation, joins
+    other processes, ends collectives and caches zeros.
+    sharding/test_sharding_engine.py, sharding/test_faults.py,
+    dtr/test_dtr_device.py"""
+    return eager_context.context()
+
+
+def has_started() -> bool:
+    """Whether there was an operation. sharding/test_sharding_engine.py"""
+    return context()._context_handle is not None
+
+
+def runtime_handle() -> Any:
+    """A capsule with the runtime's `TFE_Context`. dtr/test_dtr_device.py"""
+    eager_context.ensure_initialized()
+    return context()._handle
+
+
+def is_custom_device(name: str) -> bool:
+    """Whether a device was registered. dtr/test_dtr_device.py"""
+    return eager_context.is_custom_device(name)
+
+
+def global_seed() -> int | None:
+    """What `tf.random.set_seed` was given. sharding/test_sharding_engine.py"""
+    return eager_context.global_seed()
+
+
+def memory_limits(kind: str) -> dict[str, int]:
+    """Bytes by name of device: what is public tells what is in use only.
+    test_memory.py, on a GPU"""
+    devices = device_lib.list_local_devices(kind)
+    return {device.name: device.memory_limit for device in devices}
+
+
+# Graphs that are traced. TensorFlow can add to them in public, and not change
+# what is there, such as the gradients that a user's own tape made.
+
+
+def in_xla() -> bool:
+    """Whether what is traced will be compiled by XLA. remat/test_remat.py"""
+    return tf.__internal__.get_enclosing_xla_context() is not None
+
+
+def is_own_function(graph: Any) -> bool:
+    """Whether a graph is that of a `tf.function`, not of a loop or a branch.
+    remat/test_remat.py, multilevel/test_multilevel_program.py"""
+    return type(graph) is tf.__internal__.FuncGraph
+
+
+def function_in(graph: tf.Graph, name: str) -> Any:
+    """A function that a graph calls, with its own graph; `None` of one that
+    was loaded. remat/test_remat.py, graph/test_releasing.py"""
+    return graph._get_function(name)
+
+
+def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Lets an operation read another tensor. graph/test_repeats.py,
+    graph/test_xla.py, sharding/test_sharding_units.py"""
+    op._update_input(index, tensor)
+
+
+def wait_for(op: tf.Operation, others: list[tf.Operation]) -> None:
+    """Lets an operation wait for others. graph/test_ordering.py"""
+    op._add_control_inputs(others)
+
+
+def release_from(waiting: tf.Operation, op: tf.Operation) -> None:
+    """Lets an operation not wait for another one. graph/test_repeats.py"""
+    others = [each for each in waiting.control_inputs if each is not op]
+    waiting._remove_all_control_inputs()
+    waiting._add_control_inputs(others)
+
+
+def waiting_for(op: tf.Operation) -> list[tf.Operation]:
+    """What waits for an operation. graph/test_repeats.py"""
+    return op._control_outputs
+
+
+def keep_apart(op: tf.Operation) -> None:
+    """Has the graph optimizer neither take an operation out nor join it with
+    another one. keras_graph/test_applying.py, graph/test_repeats.py"""
+    value = tf.compat.v1.AttrValue(b=True)
+    op._set_attr("_grappler_do_not_remove", value)
+
+
+def run_one_by_one(loop: tf.Operation) -> None:
+    """Has a loop begin an iteration after the last one's end.
+    graph/test_one_by_one.py"""
+    one = tf.compat.v1.AttrValue(i=1)
+    loop._set_attr("parallel_iterations", one)
+
+
+def gradient_name(op: tf.Operation) -> str:
+    """By which a graph finds an operation's gradient.
+    graph/test_releasing.py"""
+    return op.node_def.attr["_gradient_op_type"].s.decode()
+
+
+def forget_gradient(name: str) -> None:
+    """Takes a custom gradient, which TensorFlow keeps until the process ends,
+    out of its registry. graph/test_releasing.py"""
+    ops.gradient_registry._registry.pop(name, None)
+
+
+# Variables.
+
+
+def identity_of(variable: Any) -> str:
+    """By which Keras's optimizers know a variable. sharding/test_updating.py"""
+    return variable._unique_id
+
+
+def set_identity(variable: Any, identity: str) -> None:
+    """Lets a tensor, or a shard, pass for a variable. See `identity_of`."""
+    variable._unique_id = identity
