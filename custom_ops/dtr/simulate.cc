@@ -113,7 +113,7 @@ Status Simulate(const std::vector<int64_t>& program,
 
 extern "C" {
 
-// For ctypes, in kmem/dtr/simulator.py. `options` and `statistics` are the
+// For Python, as declared in kmem/base/bindings.py. `options` and `statistics` are the
 // fields of their structs. Returns a Code, or -1 if there is no such heuristic.
 __attribute__((visibility("default"))) int kmem_dtr_simulate(
     const int64_t* program, int64_t length, const char* heuristic,

@@ -112,7 +112,7 @@ bool ShallPin(const TFE_Op*, TF_Status*) {
 }  // namespace
 }  // namespace kmem::dtr
 
-// For ctypes, in kmem/dtr/device.py.
+// What Python calls, as declared in kmem/base/bindings.py.
 extern "C" {
 
 #define KMEM_EXPORT __attribute__((visibility("default")))
@@ -177,6 +177,14 @@ KMEM_EXPORT bool kmem_dtr_begin_trace(void* session, const char* path) {
 
 KMEM_EXPORT void kmem_dtr_end_trace(void* session) {
   (*static_cast<SessionPtr*>(session))->EndTrace();
+}
+
+KMEM_EXPORT int64_t kmem_dtr_options_bytes() {
+  return sizeof(kmem::dtr::Options);
+}
+
+KMEM_EXPORT int64_t kmem_dtr_statistics_bytes() {
+  return sizeof(kmem::dtr::Statistics);
 }
 
 KMEM_EXPORT void kmem_dtr_statistics(void* session,

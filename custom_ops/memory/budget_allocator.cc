@@ -261,7 +261,7 @@ bool CanRegister() {
 }  // namespace
 }  // namespace kmem
 
-// What Python calls, through ctypes.
+// What Python calls, as declared in kmem/base/bindings.py.
 extern "C" {
 
 #define KMEM_EXPORT __attribute__((visibility("default")))
@@ -287,6 +287,8 @@ KMEM_EXPORT bool kmem_register_allocator() {
 }
 
 KMEM_EXPORT bool kmem_allocator_in_use() { return kmem::in_use_by_tensorflow; }
+
+KMEM_EXPORT int64_t kmem_stats_bytes() { return sizeof(KmemStats); }
 
 KMEM_EXPORT void kmem_stats(KmemStats* stats) {
   const kmem::Budget* budget = kmem::TheBudget();

@@ -13,6 +13,7 @@ import pathlib
 import sys
 import threading
 
+from kmem.base import bindings
 from kmem.base.building import NativeLibraryError
 from kmem.base.building import build
 from kmem.base.building import find_library
@@ -39,13 +40,6 @@ class Stats:
     refused: int
     # Freed, and kept to be used again: not in use, but not the system's yet.
     cached: int
-
-
-class _Stats(ctypes.Structure):
-    # In the order of KmemStats in custom_ops/memory/budget_allocator.cc.
-    _fields_ = [
-        (field.name, ctypes.c_int64) for field in dataclasses.fields(Stats)
-    ]
 
 
 def prepare(builds: bool = True) -> None:
@@ -111,7 +105,7 @@ def allocator() -> ctypes.CDLL:
 def stats() -> Stats:
     """The allocator's counters now."""
     library = allocator()
-    counters = _Stats()
+    counters = bindings.Stats()
     library.kmem_stats(ctypes.byref(counters))
     values = {
         field.name: getattr(counters, field.name)
@@ -158,15 +152,10 @@ def _load_once(path: pathlib.Path) -> None:
 def _load(path: pathlib.Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
+        bindings.declare(library)
     except OSError as error:
         raise NativeLibraryError(
             f"The native library cannot be loaded: {error}. Build it anew "
             "with `kmem build --force`."
         ) from error
-    library.kmem_register_allocator.restype = ctypes.c_bool
-    library.kmem_allocator_in_use.restype = ctypes.c_bool
-    library.kmem_stats.argtypes = [ctypes.POINTER(_Stats)]
-    library.kmem_set_limit.argtypes = [ctypes.c_int64]
-    library.kmem_set_limit.restype = ctypes.c_bool
-    library.kmem_watermark.restype = ctypes.c_int64
     return library

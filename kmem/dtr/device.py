@@ -23,9 +23,8 @@ import weakref
 from collections.abc import Iterator
 
 from kmem import memory
+from kmem.base import bindings
 from kmem.base import native
-from kmem.dtr.simulator import NativeOptions
-from kmem.dtr.simulator import NativeStatistics
 from kmem.options import DTR
 
 # Of custom_ops/dtr/tf_device.cc.
@@ -78,22 +77,17 @@ class DeviceSession:
         context = _context()
         on_gpu = bool(tf.config.list_logical_devices("GPU"))
         self._library = native.library() if on_gpu else native.allocator()
-        self._library.kmem_dtr_new_session.restype = ctypes.c_void_p
-        self._library.kmem_dtr_begin.restype = ctypes.c_bool
-        self._library.kmem_dtr_end.restype = ctypes.c_int64
         self._options = options
         self._limit_bytes = int(options.eviction_threshold) or _NO_LIMIT
         self.limit_bytes = self._limit_bytes
-        made = NativeOptions(
+        made = bindings.Options(
             threshold_bytes=_NO_LIMIT,
             evictee_minimum_bytes=int(options.evictee_minimum_size),
             recomputation_limit=_NO_LIMIT,
             sqrt_sampling=options.enable_sqrt_sampling,
         )
-        self._native = ctypes.c_void_p(
-            self._library.kmem_dtr_new_session(
-                context, options.heuristic.encode(), ctypes.byref(made)
-            )
+        self._native = self._library.kmem_dtr_new_session(
+            context, options.heuristic.encode(), ctypes.byref(made)
         )
         weakref.finalize(
             self, self._library.kmem_dtr_delete_session, self._native
@@ -141,12 +135,12 @@ class DeviceSession:
 
     def _begin(self, grows_from: int | None) -> None:
         grows = grows_from is not None
-        limit = ctypes.c_int64(grows_from if grows else self._limit_bytes)
+        limit = grows_from if grows else self._limit_bytes
         if not self._library.kmem_dtr_begin(self._native, limit, grows):
             raise ValueError(
                 "`eviction_threshold` must be larger than what is in use, "
                 f"which is {memory.current()} bytes. Received: "
-                f"eviction_threshold={limit.value}"
+                f"eviction_threshold={limit}"
             )
 
     @contextlib.contextmanager
@@ -157,7 +151,6 @@ class DeviceSession:
             OSError: If the file cannot be written.
         """
         begin = self._library.kmem_dtr_begin_trace
-        begin.restype = ctypes.c_bool
         if not begin(self._native, os.fsencode(path)):
             raise OSError(f"The trace cannot be written to {path}.")
         try:
@@ -167,7 +160,7 @@ class DeviceSession:
 
     def statistics(self) -> Statistics:
         """What has been done up to now."""
-        found = NativeStatistics()
+        found = bindings.Statistics()
         self._library.kmem_dtr_statistics(self._native, ctypes.byref(found))
         return Statistics(
             num_evictions=found.num_evictions,
@@ -200,10 +193,7 @@ def _register(library: ctypes.CDLL) -> None:
     if private_tf.is_custom_device(_NAME):
         return
     message = ctypes.create_string_buffer(500)
-    library.kmem_dtr_register.restype = ctypes.c_bool
-    if not library.kmem_dtr_register(
-        _context(), message, ctypes.c_int64(len(message))
-    ):
+    if not library.kmem_dtr_register(_context(), message, len(message)):
         raise RuntimeError(message.value.decode())
 
 
@@ -215,11 +205,8 @@ def _forget_zeros() -> None:
     private_tf.context().zeros_cache().flush()
 
 
-def _context() -> ctypes.c_void_p:
-    """TensorFlow's TFE_Context."""
+def _context() -> int:
+    """The address of TensorFlow's TFE_Context."""
     from kmem.base import private_tf
 
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype = ctypes.c_void_p
-    pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    return ctypes.c_void_p(pointer(private_tf.runtime_handle(), None))
+    return bindings.pointer_in(private_tf.runtime_handle())

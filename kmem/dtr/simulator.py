@@ -15,6 +15,7 @@ takes. An operator is taken to run again with the same results.
 import ctypes
 import dataclasses
 
+from kmem.base import bindings
 from kmem.base import native
 from kmem.dtr.program import Program
 from kmem.options import HEURISTICS as HEURISTICS
@@ -55,40 +56,6 @@ class BudgetFailed(ValueError):
     def __init__(self, message: str, thrashed: bool):
         super().__init__(message)
         self.thrashed = thrashed
-
-
-class NativeOptions(ctypes.Structure):
-    """A number that does not fit in its field is refused, not cut off."""
-
-    # In the order of Options in custom_ops/dtr/runtime.h.
-    _fields_ = [
-        ("threshold_bytes", ctypes.c_int64),
-        ("evictee_minimum_bytes", ctypes.c_int64),
-        ("recomputation_limit", ctypes.c_int64),
-        ("sqrt_sampling", ctypes.c_bool),
-        ("seed", ctypes.c_uint64),
-    ]
-
-    def __init__(self, **fields: int):
-        super().__init__(**fields)
-        for name, value in fields.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"`{name}` must fit in 64 bits. Received: {name}={value}"
-                )
-
-
-class NativeStatistics(ctypes.Structure):
-    # In the order of Statistics in custom_ops/dtr/runtime.h.
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("live_bytes", "peak_bytes", "pinned_bytes", "num_operators"),
-            *("num_evictions", "num_recomputations"),
-            *("recomputed_nanoseconds", "total_nanoseconds"),
-            *("num_accesses", "least_threshold_bytes"),
-        )
-    ]
 
 
 def simulate(
@@ -142,23 +109,23 @@ def simulate(
             f"Received: heuristic={heuristic!r}"
         )
     recomputed_seconds = (slowdown_limit - 1) * program.seconds
-    options = NativeOptions(
+    options = bindings.Options(
         threshold_bytes=_NO_LIMIT if budget_bytes is None else budget_bytes,
         evictee_minimum_bytes=evictee_minimum_bytes,
         recomputation_limit=round(recomputed_seconds * 1e9),
         sqrt_sampling=sqrt_sampling,
         seed=seed,
     )
-    found = NativeStatistics()
+    found = bindings.Statistics()
     message = ctypes.create_string_buffer(500)
     code = native.library().kmem_dtr_simulate(
-        program.numbers.ctypes.data_as(ctypes.c_void_p),
-        ctypes.c_int64(len(program.numbers)),
+        program.numbers.ctypes.data,
+        len(program.numbers),
         heuristic.encode(),
         ctypes.byref(options),
         ctypes.byref(found),
         message,
-        ctypes.c_int64(len(message)),
+        len(message),
     )
     if code != _DONE:
         raise BudgetFailed(message.value.decode(), thrashed=code != _NO_ROOM)

@@ -10,8 +10,8 @@ from trace_cases import release
 from trace_cases import training_step
 from trace_cases import write
 
+from kmem.base import bindings
 from kmem.base import building
-from kmem.dtr import simulator
 from kmem.dtr.program import read_program
 from kmem.dtr.simulator import HEURISTICS
 from kmem.dtr.simulator import BudgetFailed
@@ -118,7 +118,7 @@ def test_structures_are_those_of_the_core(name):
         flags=re.MULTILINE | re.DOTALL,
     )[1]
     theirs = re.findall(r"^  (u?int64_t|bool) (\w+) =", body, re.MULTILINE)
-    ours = getattr(simulator, f"Native{name}")._fields_
+    ours = getattr(bindings, name)._fields_
     assert [field for _, field in theirs] == [field for field, _ in ours]
 
 

@@ -1,0 +1,124 @@
+"""How Python calls the native library: every signature, and every struct.
+
+ctypes knows neither: it cuts a pointer off that is not declared as one, and
+reads past the end of a struct that is longer here than there. So nothing is
+called before `declare`, which compares the sizes with the library's own.
+"""
+
+import ctypes
+from typing import Any
+
+_INT = ctypes.c_int64
+_POINTER = ctypes.c_void_p
+_TEXT = ctypes.c_char_p
+
+
+class Stats(ctypes.Structure):
+    """`KmemStats` in custom_ops/memory/budget_allocator.cc."""
+
+    _fields_ = [
+        (name, _INT)
+        for name in (
+            *("in_use", "peak", "limit", "largest", "num_allocations"),
+            *("refused", "cached"),
+        )
+    ]
+
+
+class Options(ctypes.Structure):
+    """`Options` in custom_ops/dtr/runtime.h.
+
+    A number that does not fit in its field is refused, not cut off.
+    """
+
+    _fields_ = [
+        ("threshold_bytes", _INT),
+        ("evictee_minimum_bytes", _INT),
+        ("recomputation_limit", _INT),
+        ("sqrt_sampling", ctypes.c_bool),
+        ("seed", ctypes.c_uint64),
+    ]
+
+    def __init__(self, **fields: int):
+        super().__init__(**fields)
+        for name, value in fields.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"`{name}` must fit in 64 bits. Received: {name}={value}"
+                )
+
+
+class Statistics(ctypes.Structure):
+    """`Statistics` in custom_ops/dtr/runtime.h."""
+
+    _fields_ = [
+        (name, _INT)
+        for name in (
+            *("live_bytes", "peak_bytes", "pinned_bytes", "num_operators"),
+            *("num_evictions", "num_recomputations"),
+            *("recomputed_nanoseconds", "total_nanoseconds"),
+            *("num_accesses", "least_threshold_bytes"),
+        )
+    ]
+
+
+# By the function that tells its size.
+STRUCTS = {
+    "kmem_stats_bytes": Stats,
+    "kmem_dtr_options_bytes": Options,
+    "kmem_dtr_statistics_bytes": Statistics,
+}
+_OPTIONS = ctypes.POINTER(Options)
+_STATISTICS = ctypes.POINTER(Statistics)
+# What each function gives, and what it takes.
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(STRUCTS, (_INT,)),
+    "kmem_register_allocator": (ctypes.c_bool,),
+    "kmem_allocator_in_use": (ctypes.c_bool,),
+    "kmem_stats": (None, ctypes.POINTER(Stats)),
+    "kmem_set_limit": (ctypes.c_bool, _INT),
+    "kmem_reset_peak": (None,),
+    "kmem_open_watermark": (ctypes.c_int,),
+    "kmem_watermark": (_INT, ctypes.c_int),
+    "kmem_close_watermark": (None, ctypes.c_int),
+    "kmem_dtr_register": (ctypes.c_bool, _POINTER, _TEXT, _INT),
+    "kmem_dtr_new_session": (_POINTER, _POINTER, _TEXT, _OPTIONS),
+    "kmem_dtr_delete_session": (None, _POINTER),
+    "kmem_dtr_begin": (ctypes.c_bool, _POINTER, _INT, ctypes.c_bool),
+    "kmem_dtr_end": (_INT,),
+    "kmem_dtr_begin_trace": (ctypes.c_bool, _POINTER, _TEXT),
+    "kmem_dtr_end_trace": (None, _POINTER),
+    "kmem_dtr_statistics": (None, _POINTER, _STATISTICS),
+    "kmem_dtr_simulate": (
+        *(ctypes.c_int, _POINTER, _INT, _TEXT),
+        *(_OPTIONS, _STATISTICS, _TEXT, _INT),
+    ),
+}
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Gives the library's functions their signatures.
+
+    Raises:
+        OSError: If it lacks one, or has a struct of another size.
+    """
+    for name, (result, *arguments) in _SIGNATURES.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:
+            raise OSError(f"it has no function {name}") from error
+        function.restype, function.argtypes = result, arguments
+    for name, struct in STRUCTS.items():
+        expected, actual = ctypes.sizeof(struct), getattr(library, name)()
+        if actual != expected:
+            raise OSError(
+                f"{name}() is {actual}, and {struct.__name__} has {expected} "
+                "bytes in Python"
+            )
+
+
+def pointer_in(capsule: Any) -> int:
+    """The address that a capsule of Python's holds."""
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = _POINTER, [ctypes.py_object, _TEXT]
+    return get(capsule, None)
