@@ -22,7 +22,9 @@ FLAG = """
 
     import tensorflow as tf
 
-    from kmem import memory, native, xla
+    from kmem import memory
+    from kmem.base import native
+    from kmem.graph import xla
 
     native.allocator()
     before = dict(os.environ)
