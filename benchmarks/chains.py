@@ -26,7 +26,6 @@ from kmem.options import Genetic
 from kmem.planning import chain
 from kmem.planning import flat
 from kmem.planning import genetic
-from kmem.planning import sqrt
 from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.network import Network
 from kmem.planning.network import Stage
@@ -86,15 +85,12 @@ def rows(network: Network):
     seconds = time.process_time() - begin
     ways = {
         "optimal": solver.within,
-        "sqrt": lambda budget: flat.evaluate(
-            network, sqrt.segments(network, budget_bytes=budget)
+        "sqrt": lambda budget: flat.sqrt(network, budget_bytes=budget),
+        "genetic, as is": lambda budget: genetic.search(
+            network, Genetic(), budget
         ),
-        "genetic, as is": lambda budget: flat.evaluate(
-            network, genetic.segments(network, Genetic(), budget)
-        ),
-        "genetic, 20 generations": lambda budget: flat.evaluate(
-            network,
-            genetic.segments(network, Genetic(genetic_nr_iter=20), budget),
+        "genetic, 20 generations": lambda budget: genetic.search(
+            network, Genetic(genetic_nr_iter=20), budget
         ),
         "equal lengths": lambda budget: equal(network, budget),
     }

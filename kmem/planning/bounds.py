@@ -68,6 +68,15 @@ def peak_lower_bound(graph: Graph) -> int:
     return peak
 
 
+def check_budget(graph: Graph, budget_bytes: int, smallest_bytes: int) -> None:
+    """Raises an `InfeasibleBudget` if the smallest peak that is known is
+    larger."""
+    if smallest_bytes > budget_bytes:
+        raise InfeasibleBudget(
+            budget_bytes, smallest_bytes, peak_lower_bound(graph)
+        )
+
+
 def seconds_lower_bound(graph: Graph, budget_bytes: int) -> float:
     """Returns seconds that every schedule within a budget takes.
 

@@ -14,8 +14,7 @@ import bisect
 import numpy as np
 
 from kmem.planning import flat
-from kmem.planning.bounds import InfeasibleBudget
-from kmem.planning.bounds import peak_lower_bound
+from kmem.planning.bounds import check_budget
 from kmem.planning.line import Line
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
@@ -73,12 +72,8 @@ class ChainSolver:
         Raises:
             InfeasibleBudget: If there is none.
         """
-        if self.smallest.peak_bytes > budget_bytes:
-            raise InfeasibleBudget(
-                budget_bytes,
-                self.smallest.peak_bytes,
-                peak_lower_bound(self._network.graph),
-            )
+        graph, smallest = self._network.graph, self.smallest.peak_bytes
+        check_budget(graph, budget_bytes, smallest)
         steps = range(1, len(self._steps))
         step = bisect.bisect_right(
             steps, budget_bytes, key=lambda s: self._point(s).peak_bytes

@@ -7,7 +7,6 @@ import math
 from kmem.options import Genetic
 from kmem.planning import flat
 from kmem.planning import genetic
-from kmem.planning import sqrt
 from kmem.planning.bounds import seconds_lower_bound
 from kmem.planning.chain import ChainSolver
 from kmem.planning.flat import Point
@@ -71,7 +70,5 @@ class Chooser:
 
     def _flat(self, budget_bytes: int | None) -> Point:
         if isinstance(self.solver, Genetic):
-            segments = genetic.segments(self.network, self.solver, budget_bytes)
-        else:
-            segments = sqrt.segments(self.network, budget_bytes=budget_bytes)
-        return flat.evaluate(self.network, segments)
+            return genetic.search(self.network, self.solver, budget_bytes)
+        return flat.sqrt(self.network, budget_bytes=budget_bytes)

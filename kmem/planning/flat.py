@@ -1,14 +1,16 @@
 """Flat plans: a network cut into segments that hold no others.
 
-What `sqrt` and `genetic` share: a set of cuts becomes a plan, and a plan is
-judged by the simulator. The stages after the last cut are kept, since
+What `sqrt` here and `genetic` share: a set of cuts becomes a plan, and a plan
+is judged by the simulator. The stages after the last cut are kept, since
 nothing would be freed by running them again at once.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
+from kmem.planning.bounds import check_budget
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.simulate import simulate
@@ -113,3 +115,53 @@ def kept_bytes(network: Network) -> np.ndarray:
             for stage in network.stages
         ]
     )
+
+
+def sqrt(
+    network: Network,
+    num_segments: int | None = None,
+    budget_bytes: int | None = None,
+) -> Point:
+    """Cuts a network into segments of about equal bytes.
+
+    Chen, Xu, Zhang, Guestrin (2016): a network of n equal stages in sqrt(n)
+    segments holds what enters each segment and, in turn, what one of them
+    keeps: about 2 sqrt(n) values rather than n, for at most one more forward
+    pass. Segments are equal here in the bytes that they keep, and are cut
+    where little crosses. Nothing is optimal about it.
+
+    Args:
+        network: The network.
+        num_segments: How many parts; the last is kept. By default that with
+            the smallest simulated peak of those up to twice the square root
+            of the number of stages, or the fastest within the budget.
+        budget_bytes: The peak, with everything that is in memory.
+
+    Raises:
+        InfeasibleBudget: If no number of segments fits.
+    """
+    most = 2 * math.isqrt(len(network.stages)) + 1
+    numbers = [num_segments] if num_segments else range(1, most + 1)
+    cutter = Cutter(network)
+    points = [cutter.evaluate(_equal(cutter, n)) for n in numbers]
+    smallest = min(points, key=lambda p: (p.peak_bytes, p.seconds))
+    if budget_bytes is None:
+        return smallest
+    check_budget(network.graph, budget_bytes, smallest.peak_bytes)
+    within = [p for p in points if p.peak_bytes <= budget_bytes]
+    return min(within, key=lambda p: (p.seconds, p.peak_bytes))
+
+
+def _equal(cutter: Cutter, num_segments: int) -> list[int]:
+    """Cuts at the narrowest place near each of the equal shares."""
+    kept = np.cumsum([0, *kept_bytes(cutter.network)])
+    crossing = crossing_bytes(cutter.network)
+    cuts = []
+    for number in range(1, num_segments):
+        share = kept[-1] / num_segments
+        distance = abs(kept - number * share)
+        near = [p for p in cutter.places if distance[p] <= share / 4]
+        if near:
+            # Of equally narrow ones, the nearest.
+            cuts.append(min(near, key=lambda p: (crossing[p], distance[p])))
+    return cuts

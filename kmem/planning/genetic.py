@@ -14,19 +14,18 @@ import numpy as np
 
 from kmem.options import Genetic
 from kmem.planning import flat
-from kmem.planning.bounds import InfeasibleBudget
-from kmem.planning.bounds import peak_lower_bound
+from kmem.planning.bounds import check_budget
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 
 _SEED = 2016
 
 
-def segments(
+def search(
     network: Network,
     options: Genetic | None = None,
     budget_bytes: int | None = None,
-) -> tuple[Segment, ...]:
+) -> flat.Point:
     """Searches for the flat segments with the smallest peak.
 
     Speed is given back while the peak stays below `options.lb_memory_mb`, or
@@ -49,10 +48,8 @@ def segments(
             cuts, options.genetic_nr_iter, options.genetic_pool_size
         )
     best = search.point(cuts)
-    if budget_bytes is not None and best.peak_bytes > budget_bytes:
-        raise InfeasibleBudget(
-            budget_bytes, best.peak_bytes, peak_lower_bound(network.graph)
-        )
+    if budget_bytes is not None:
+        check_budget(network.graph, budget_bytes, best.peak_bytes)
     enough = max(options.lb_memory_mb * 10**6, budget_bytes or 0)
     return _faster(network, best, enough)
 
@@ -135,7 +132,9 @@ class _Search:
         )
 
 
-def _faster(network: Network, point: flat.Point, enough_bytes: int):
+def _faster(
+    network: Network, point: flat.Point, enough_bytes: int
+) -> flat.Point:
     """Keeps what is most expensive to run again while the peak allows."""
     enough_bytes = max(enough_bytes, point.peak_bytes)
     stages = network.stages
@@ -149,4 +148,4 @@ def _faster(network: Network, point: flat.Point, enough_bytes: int):
         without = flat.evaluate(network, others)
         if without.peak_bytes <= enough_bytes:
             point = without
-    return point.segments
+    return point

@@ -14,7 +14,7 @@ import numpy as np
 
 from kmem.base import drawing
 from kmem.base.sizes import format_size
-from kmem.planning.network import Network
+from kmem.planning import flat
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -170,7 +170,9 @@ def _runs_again(schedule) -> np.ndarray:
 def _draw_stages(axes: "Axes", plan: Any) -> None:
     stages = plan.network.stages
     counts = collections.Counter(plan.schedule)
-    edges = np.cumsum([0, *_kept_bytes(plan.network)])
+    widths = flat.kept_bytes(plan.network)
+    widths = widths if any(widths) else np.ones(len(widths))
+    edges = np.cumsum([0, *widths])
     for number, (label, color) in enumerate(_NUM_RUNS, start=1):
         chosen = [
             index
@@ -208,14 +210,3 @@ def _draw_stages(axes: "Axes", plan: Any) -> None:
         ncols=3,
         frameon=False,
     )
-
-
-def _kept_bytes(network: Network) -> np.ndarray:
-    """What each stage makes that a backward pass reads."""
-    kept = {value for stage in network.stages for value in stage.kept}
-    sizes = [
-        stage.residual_bytes
-        + sum(network.value_bytes[v] for v in kept.intersection(stage.outputs))
-        for stage in network.stages
-    ]
-    return np.array(sizes) if any(sizes) else np.ones(len(sizes))

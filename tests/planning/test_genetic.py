@@ -10,7 +10,7 @@ from kmem.planning.bounds import InfeasibleBudget
 
 
 def _peak(network, **options) -> int:
-    plan = genetic.segments(network, Genetic(**options))
+    plan = genetic.search(network, Genetic(**options)).segments
     assert cases.is_allowed(network, plan)
     assert not any(segment.inner for segment in plan)
     return cases.cost(network, plan)[0]
@@ -35,14 +35,16 @@ def test_the_genetic_search_finds_what_thresholds_miss():
 def test_the_search_repeats():
     network = cases.random_network(random.Random(0), 25)
     options = Genetic(genetic_nr_iter=5)
-    plans = {genetic.segments(network, options) for _ in range(2)}
+    plans = {genetic.search(network, options).segments for _ in range(2)}
     assert len(plans) == 1
 
 
 def test_speed_is_given_back_up_to_the_lower_bound():
     network = cases.chain([10**6] * 65, [10**6] * 64, [1] * 64)
     costs = [
-        cases.cost(network, genetic.segments(network, Genetic(lb_memory_mb=n)))
+        cases.cost(
+            network, genetic.search(network, Genetic(lb_memory_mb=n)).segments
+        )
         for n in (0, 30, 50, 100)
     ]
     for n, (peak_bytes, _) in zip((30, 50), costs[1:], strict=False):
@@ -54,20 +56,20 @@ def test_speed_is_given_back_up_to_the_lower_bound():
 
 def test_a_budget_is_kept_and_used():
     network = cases.chain([1] * 65, [1] * 64, [1] * 64)
-    smallest = cases.cost(network, genetic.segments(network))
-    plan = genetic.segments(network, budget_bytes=40)
+    smallest = cases.cost(network, genetic.search(network).segments)
+    plan = genetic.search(network, budget_bytes=40).segments
     assert cases.cost(network, plan)[0] <= 40
     assert cases.cost(network, plan)[1] < smallest[1]
     with pytest.raises(
         InfeasibleBudget, match=f"smallest known is {smallest[0]};"
     ):
-        genetic.segments(network, budget_bytes=smallest[0] - 1)
+        genetic.search(network, budget_bytes=smallest[0] - 1)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_never_beats_the_optimal_plans_of_a_chain(seed):
     network = cases.random_chain(random.Random(seed), 20)
-    plan = genetic.segments(network, Genetic(genetic_nr_iter=5))
+    plan = genetic.search(network, Genetic(genetic_nr_iter=5)).segments
     peak_bytes, seconds = cases.cost(network, plan)
     best = chain.ChainSolver(network).within(peak_bytes)
     assert best.seconds <= seconds
