@@ -23,7 +23,6 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Protocol
 
 from kmem.base import native
 from kmem.base.sizes import parse_size
@@ -219,21 +218,11 @@ def _is_cpu_counted() -> bool:
     return True
 
 
-class _Meter(Protocol):
-    """A device. A mark is a peak of its own, from `open` to `close`."""
-
-    def limit(self, num_bytes: int | None) -> None: ...
-    def capacity(self) -> int: ...
-    def current(self) -> int: ...
-    def peak(self) -> int: ...
-    def reset_peak(self) -> None: ...
-    def open(self) -> int: ...
-    def read(self, mark: int) -> int: ...
-    def close(self, mark: int) -> None: ...
-
-
 class _CPU:
-    """Asks kmem's allocator, which keeps the marks itself."""
+    """Asks kmem's allocator.
+
+    It keeps the marks itself: peaks of their own, from `open` to `close`.
+    """
 
     def limit(self, num_bytes: int | None) -> None:
         library = native.allocator()
@@ -358,6 +347,7 @@ class _GPU:
         self._marks[mark] = self.current()
 
 
+_Meter = _CPU | _GPU
 _meters: dict[tuple[str, int], _Meter] = {("CPU", 0): _CPU()}
 
 

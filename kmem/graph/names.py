@@ -28,7 +28,7 @@ class Scopes:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Within, notes the scopes that are entered, in a graph."""
-        graph = _graph()
+        graph = current_graph()
         if graph is None:
             yield
             return
@@ -48,7 +48,7 @@ class Scopes:
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
         """Within, names what is made after what was made in the first run."""
-        graph = _graph()
+        graph = current_graph()
         if graph is None:
             yield
             return
@@ -109,7 +109,8 @@ def _instead(graph: tf.Graph, name: str, method: Callable) -> Iterator[None]:
         setattr(graph, name, actual)
 
 
-def _graph() -> tf.Graph | None:
+def current_graph() -> tf.Graph | None:
+    """The graph that is being made; none in eager mode."""
     if tf.executing_eagerly():
         return None
     return tf.compat.v1.get_default_graph()

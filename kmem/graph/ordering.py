@@ -30,6 +30,7 @@ from kmem.graph import control
 from kmem.graph import fusion
 from kmem.graph import repeats
 from kmem.graph import xla
+from kmem.graph.names import current_graph
 
 # As many elements as it takes to keep all processors at one operation.
 _LARGE = 2**18
@@ -44,10 +45,10 @@ _unordered: weakref.WeakKeyDictionary[tf.Graph, set[str]] = (
 @contextlib.contextmanager
 def unordered() -> Iterator[None]:
     """Leaves out what is traced within: a recomputation's forward pass."""
-    if tf.executing_eagerly():
+    graph = current_graph()
+    if graph is None:
         yield
         return
-    graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     yield
     new = graph.get_operations()[before:]
@@ -161,9 +162,8 @@ def one_by_one(function: Callable, *arguments) -> Any:
     threads, so that nobody could tell a step's peak.
     """
     result = function(*arguments)
-    if tf.executing_eagerly():
-        return result
-    for op in tf.compat.v1.get_default_graph().get_operations():
+    graph = current_graph()
+    for op in graph.get_operations() if graph else ():
         if op.type in _LOOPS:
             private_tf.run_one_by_one(op)
     return result

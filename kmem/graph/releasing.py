@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from kmem.base import private_tf
+from kmem.graph.names import current_graph
 
 _CONTROL_FLOW = frozenset(
     "If StatelessIf Case StatelessCase While StatelessWhile".split()
@@ -43,9 +44,8 @@ def forget_gradients() -> None:
 
     In eager mode there are none.
     """
-    if tf.executing_eagerly():
-        return
-    for name in _custom_gradients(tf.compat.v1.get_default_graph()):
+    graph = current_graph()
+    for name in _custom_gradients(graph) if graph else ():
         private_tf.forget_gradient(name)
 
 

@@ -56,17 +56,17 @@ class Cost:
         backward_workspace_bytes: Besides all of the above.
     """
 
-    kept_inputs: tuple[int, ...]
-    kept_outputs: tuple[int, ...]
-    gradients: tuple[int, ...]
-    passed: tuple[int, ...]
-    residual_bytes: int
-    gradient_bytes: int
-    parameter_bytes: int
-    forward_seconds: float
-    backward_seconds: float
-    forward_workspace_bytes: int
-    backward_workspace_bytes: int
+    kept_inputs: tuple[int, ...] = ()
+    kept_outputs: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    passed: tuple[int, ...] = ()
+    residual_bytes: int = 0
+    gradient_bytes: int = 0
+    parameter_bytes: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
 
 
 def cost_of(call: Call, measured: bool, compiled: bool = False) -> Cost:

@@ -118,12 +118,12 @@ def opened(model: keras.Model, visitor: Visitor) -> Iterator[None]:
             stack.enter_context(patching.method(functional, name, runner))
         found = {}
         for tree in trees:
-            runner = functools.partial(_runner, _run_tree, visitor, tree)
-            stack.enter_context(patching.method(tree, "call", runner))
+            change = _visited(visitor.run_tree, tree)
+            stack.enter_context(patching.method(tree, "call", change))
             found |= {id(layer): layer for layer in children(tree)}
         for layer in found.values():
-            runner = functools.partial(_runner, _run_child, visitor, layer)
-            stack.enter_context(patching.method(layer, "call", runner))
+            change = _visited(visitor.run_child, layer)
+            stack.enter_context(patching.method(layer, "call", change))
         yield
 
 
@@ -158,13 +158,10 @@ def _read_line(functional) -> Line:
     return Line(parts, tuple(id(x) for x in functional.outputs))
 
 
-def _runner(run, visitor, layer, call):
-    return functools.partial(run, visitor, layer, call)
+def _visited(visit: Callable, layer) -> Callable[[Callable], Callable]:
+    """Has a visitor run a layer's `call`."""
 
+    def visited(call):
+        return lambda *args, **kwargs: visit(layer, call, args, kwargs)
 
-def _run_tree(visitor, tree, call, *args, **kwargs):
-    return visitor.run_tree(tree, call, args, kwargs)
-
-
-def _run_child(visitor, layer, call, *args, **kwargs):
-    return visitor.run_child(layer, call, args, kwargs)
+    return visited

@@ -274,19 +274,7 @@ def _passed(call: Call, cost: Cost, gradients: list[int]) -> tuple[int, ...]:
 def _cost_between(call: Call) -> Cost:
     """What a subclassed model does between layers: no layer, so not run."""
     floats = tuple(i for i, value in enumerate(call.reads) if value is not None)
-    return Cost(
-        kept_inputs=(),
-        kept_outputs=(),
-        gradients=floats,
-        passed=(),
-        residual_bytes=call.residual_bytes,
-        gradient_bytes=0,
-        parameter_bytes=0,
-        forward_seconds=0.0,
-        backward_seconds=0.0,
-        forward_workspace_bytes=0,
-        backward_workspace_bytes=0,
-    )
+    return Cost(gradients=floats, residual_bytes=call.residual_bytes)
 
 
 def signature(call: Call) -> str:

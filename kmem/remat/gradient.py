@@ -16,7 +16,6 @@ from kmem.graph import names
 from kmem.graph import ordering
 from kmem.graph import repeats
 from kmem.remat import purity
-from kmem.remat import residuals
 from kmem.remat import state
 from kmem.remat import uses
 from kmem.remat.structure import Structure
@@ -304,8 +303,8 @@ class _Segment:
                 readers = uses.shown(self._first, second, gradient)
         elif gradient:
             given = [*self._given, *_seeds(self._values)]
-            again = residuals.Run(second, [*tensors, *_seeds(delayed)])
-            residuals.keep(residuals.Run(self._first, given), again, gradient)
+            again = uses.Run(second, [*tensors, *_seeds(delayed)])
+            uses.keep_residuals(uses.Run(self._first, given), again, gradient)
         of_inputs = control.before(of_variables, of_inputs)
         # Nobody may want those of the inputs, such as that of a batch.
         found = control.kept(readers, [*of_variables, *of_inputs])
@@ -382,6 +381,5 @@ def _sum(gradients: list):
 
 def _operations() -> list[tf.Operation]:
     """All of the graph so far; none in eager mode."""
-    if tf.executing_eagerly():
-        return []
-    return tf.compat.v1.get_default_graph().get_operations()
+    graph = names.current_graph()
+    return [] if graph is None else graph.get_operations()

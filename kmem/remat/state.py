@@ -23,6 +23,7 @@ import tensorflow as tf
 from kmem.base import private_keras
 from kmem.base import private_tf
 from kmem.base.private_keras import tf_variable
+from kmem.graph.names import current_graph
 from kmem.remat.structure import is_differentiable
 
 
@@ -39,7 +40,7 @@ class _Scope(keras.StatelessScope):
     def __init__(self):
         super().__init__(collect_losses=True)
         self._layer_of: dict[int, keras.layers.Layer] = {}
-        self._graph = _current_graph()
+        self._graph = current_graph()
 
     def add_loss(self, loss):
         super().add_loss(loss)
@@ -56,7 +57,7 @@ class _Scope(keras.StatelessScope):
         return layers, self.losses
 
     def _check_read(self, variable) -> None:
-        graph = _current_graph()
+        graph = current_graph()
         while graph is not None and graph is not self._graph:
             if private_tf.is_own_function(graph):
                 raise CannotRepeat(
@@ -66,7 +67,7 @@ class _Scope(keras.StatelessScope):
             graph = getattr(graph, "outer_graph", None)
 
     def _check_assignment(self, variable) -> None:
-        if _current_graph() is not self._graph:
+        if current_graph() is not self._graph:
             raise CannotRepeat(
                 f"assigns the variable '{variable.path}' in a loop, a branch "
                 "or a `tf.function` of its own"
@@ -315,13 +316,7 @@ def _release(tensors: Iterable[tf.Tensor]) -> None:
         vars(tensor).pop("handle", None)
 
 
-def _current_graph():
-    if tf.executing_eagerly():
-        return None
-    return tf.compat.v1.get_default_graph()
-
-
 def _as_default(graph):
-    if graph is None or graph is _current_graph():
+    if graph is None or graph is current_graph():
         return contextlib.nullcontext()
     return graph.as_default()

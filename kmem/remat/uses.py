@@ -7,12 +7,18 @@ in the backward pass, and the other one may have none in the forward pass.
 
 A sum of three rounds by which of its addends is still needed: those that the
 backward pass reads are held until it is there.
+
+Sharded training gathers weights again for a backward pass, and need not run a
+layer again for that: there a gradient reads what the first run made of its
+arguments, as in plain training, and the second run is of variables alone.
 """
 
+import dataclasses
 import weakref
 
 import tensorflow as tf
 
+from kmem.base import private_tf
 from kmem.graph import fusion
 from kmem.graph import names
 from kmem.graph import ordering
@@ -194,3 +200,59 @@ def _reader(tensor: tf.Tensor, until: list[tf.Tensor]) -> tf.Operation:
         copies = tf.identity_n([tensor, *until])
     # One that is only waited for would become a control dependency.
     return fusion.lasting(copies[0]).op
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One of the two runs of a function.
+
+    Args:
+        ops: Its operations.
+        given: What it starts from, but for variables.
+    """
+
+    ops: list[tf.Operation]
+    given: list[tf.Tensor]
+
+    def computed(self) -> list[tf.Operation]:
+        """What is computed from what was given."""
+        depends = {tensor.ref() for tensor in self.given}
+        found = []
+        for op in self.ops:
+            if any(tensor.ref() in depends for tensor in op.inputs):
+                depends |= {tensor.ref() for tensor in op.outputs}
+                found.append(op)
+        return found
+
+
+def keep_residuals(
+    first: Run, second: Run, gradient: list[tf.Operation]
+) -> None:
+    """Lets a gradient read what the first run has computed from what it was
+    given; what nobody reads in the second run then is not run.
+
+    Where the two are not alike, such as a loop, which has more results once
+    it is differentiated, the second run stays.
+
+    Args:
+        first: The first run.
+        second: The second one.
+        gradient: The operations of its gradient.
+    """
+    kept = {
+        repeated.ref(): output
+        for one, other in pairs(first.computed(), second.computed())
+        for output, repeated in zip(one.outputs, other.outputs, strict=False)
+    }
+    for op in gradient:
+        for index, tensor in enumerate(op.inputs):
+            output = kept.get(_source(tensor).ref())
+            if output is not None:
+                private_tf.replace_input(op, index, output)
+
+
+def _source(tensor: tf.Tensor) -> tf.Tensor:
+    """What a tensor is a copy of."""
+    while tensor.op.type in COPIES:
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor
