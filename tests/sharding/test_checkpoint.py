@@ -5,6 +5,7 @@ The processes are threads here, each with a model of its own.
 
 import concurrent.futures
 import json
+import shutil
 import threading
 
 import keras
@@ -142,8 +143,25 @@ def content(folder):
     return json.loads((folder / "index.json").read_text())["content"]
 
 
-def save_in(size, folder, monkeypatch, mirrored=False, units=5):
+@pytest.fixture(scope="module")
+def save_in(tmp_path_factory):
     """Saves one model from several processes; returns its numbers."""
+    saved = {}
+
+    def save(size, folder, mirrored=False, units=5):
+        key = size, mirrored, units
+        if key not in saved:
+            origin = tmp_path_factory.mktemp("saved")
+            with pytest.MonkeyPatch.context() as patch:
+                saved[key] = origin, save_anew(origin, patch, *key)
+        origin, wanted = saved[key]
+        shutil.copytree(origin, folder, dirs_exist_ok=True)
+        return wanted
+
+    return save
+
+
+def save_anew(folder, monkeypatch, size, mirrored, units):
     models = [trained(units=units) for _ in range(size)]
     wanted = state(models[0])
 
@@ -160,9 +178,9 @@ def save_in(size, folder, monkeypatch, mirrored=False, units=5):
 @pytest.mark.parametrize("mirrored", [False, True])
 @pytest.mark.parametrize("saved, loaded", [(1, 3), (3, 1), (2, 4), (4, 2)])
 def test_any_number_of_processes_loads_it(
-    saved, loaded, mirrored, tmp_path, monkeypatch
+    saved, loaded, mirrored, tmp_path, monkeypatch, save_in
 ):
-    wanted = save_in(saved, tmp_path, monkeypatch, mirrored)
+    wanted = save_in(saved, tmp_path, mirrored)
     models = [trained(seed=1) for _ in range(loaded)]
 
     def load(group):
@@ -185,8 +203,8 @@ def test_any_number_of_processes_loads_it(
         assert own_seed[1] == seed[1]
 
 
-def test_each_process_writes_its_share(tmp_path, monkeypatch):
-    wanted = save_in(4, tmp_path, monkeypatch, units=500)
+def test_each_process_writes_its_share(tmp_path, save_in):
+    wanted = save_in(4, tmp_path, units=500)
     index = content(tmp_path)
     sizes = [file["num_bytes"] for file in index["files"]]
     assert sum(sizes) == sum(x.nbytes for x in wanted)
@@ -245,9 +263,9 @@ def test_the_scale_of_a_loss_goes_on_in_any_number_of_processes(
 
 @pytest.mark.parametrize("harm", ["missing", "truncated", "altered"])
 def test_a_harmed_file_is_named_and_nothing_is_loaded(
-    harm, tmp_path, monkeypatch
+    harm, tmp_path, monkeypatch, save_in
 ):
-    save_in(2, tmp_path, monkeypatch)
+    save_in(2, tmp_path)
     index = content(tmp_path)
     path = tmp_path / index["files"][1]["name"]
     contents = path.read_bytes()
@@ -311,9 +329,15 @@ def paths(folder):
     return sorted(folder.iterdir())
 
 
-def assert_refused(folder, named):
-    """No model is changed, be its optimizer built or not."""
-    for model in (trained(seed=1), make_model(seed=1)):
+@pytest.fixture(scope="module")
+def others():
+    """Models of other numbers, whose optimizer is built, and is not."""
+    return trained(seed=1), make_model(seed=1)
+
+
+def assert_refused(folder, named, models):
+    """No model is changed."""
+    for model in models:
         before = state(model)
         with pytest.raises(ValueError, match="copy the checkpoint again") as e:
             distributed.load(model, folder)
@@ -321,8 +345,8 @@ def assert_refused(folder, named):
         assert_equal(state(model), before)
 
 
-def test_a_flipped_bit_is_found_in_any_file(tmp_path, monkeypatch):
-    save_in(3, tmp_path, monkeypatch)
+def test_a_flipped_bit_is_found_in_any_file(tmp_path, save_in, others):
+    save_in(3, tmp_path)
     rng = np.random.default_rng(0)
     model = trained(seed=1)
     before = state(model)
@@ -336,30 +360,32 @@ def test_a_flipped_bit_is_found_in_any_file(tmp_path, monkeypatch):
                 distributed.load(model, tmp_path)
             assert path.name in str(e.value)
         assert_equal(state(model), before)
-        assert_refused(tmp_path, path)
+        assert_refused(tmp_path, path, others)
         path.write_bytes(contents)
     assert distributed.load(model, tmp_path) == {"epoch": 3}
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_what_is_not_as_it_was_written_is_found(number, tmp_path, monkeypatch):
-    ours, others = tmp_path / "ours", tmp_path / "others"
-    save_in(3, ours, monkeypatch)
-    save_in(3, others, monkeypatch, units=6)
-    path, other = paths(ours)[number], paths(others)[number]
+def test_what_is_not_as_it_was_written_is_found(
+    number, tmp_path, save_in, others
+):
+    ours, foreign = tmp_path / "ours", tmp_path / "foreign"
+    save_in(3, ours)
+    save_in(3, foreign, units=6)
+    path, other = paths(ours)[number], paths(foreign)[number]
     contents = path.read_bytes()
     path.write_bytes(contents[: len(contents) // 2])
-    assert_refused(ours, path)
+    assert_refused(ours, path, others)
     path.write_bytes(contents + b" ")
-    assert_refused(ours, path)
+    assert_refused(ours, path, others)
     path.write_bytes(other.read_bytes())
     if path.name == "index.json":
         # Its files are missing.
-        assert_refused(ours, paths(others)[1])
+        assert_refused(ours, paths(foreign)[1], others)
     else:
-        assert_refused(ours, path)
+        assert_refused(ours, path, others)
         path.unlink()
-        assert_refused(ours, path)
+        assert_refused(ours, path, others)
 
 
 def named(*names, optimizer=None):
