@@ -35,16 +35,20 @@ def fit(model, arguments, **options):
     return kmem.wrap(model).fit(**arguments | options)
 
 
+@functools.cache
+def penalized(mode):
+    """What training without shards comes to."""
+    return whole(cases.penalties("sum"), mode=mode)[0]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_training_is_that_without_shards(stage, mode):
-    want, _ = whole(cases.penalties("sum"), mode=mode)
-
     model, _ = train(
         cases.penalties("sum"), mode=mode, batch_size=20, sharding=stage
     )
 
-    assert relative_error(state(model), want) < 1e-12
+    assert relative_error(state(model), penalized(mode)) < 1e-12
 
 
 def _of_names(model):
@@ -65,6 +69,20 @@ class OfMatrices(keras.optimizers.AdamW):
         return len(variable.shape) > 1
 
 
+def decaying(exclude, kind, scope=nullcontext):
+    with scope():
+        model = cases.dense(optimizer=kind(1e-2, weight_decay=0.5))
+    exclude(model)
+    return model, cases.regression()
+
+
+@functools.cache
+def decayed(exclude, kind):
+    """What training without shards comes to."""
+    model, _ = train(functools.partial(decaying, exclude, kind))
+    return state(model)
+
+
 @pytest.mark.parametrize("stage", [*STAGES, "built in shards"])
 @pytest.mark.parametrize(
     "exclude, kind",
@@ -76,19 +94,14 @@ class OfMatrices(keras.optimizers.AdamW):
     ],
 )
 def test_the_same_weights_decay(exclude, kind, stage):
-    def case(scope=nullcontext):
-        with scope():
-            model = cases.dense(optimizer=kind(1e-2, weight_decay=0.5))
-        exclude(model)
-        return model, cases.regression()
-
-    want, _ = train(case)
+    scope = nullcontext
     if stage == "built in shards":
-        case = functools.partial(case, kmem.ShardedStrategy().scope)
-        stage = "full"
+        scope, stage = kmem.ShardedStrategy().scope, "full"
+    case = functools.partial(decaying, exclude, kind, scope)
+
     model, _ = train(case, sharding=stage)
 
-    assert relative_error(state(model), state(want)) < 1e-12
+    assert relative_error(state(model), decayed(exclude, kind)) < 1e-12
 
 
 @pytest.mark.exhaustive
