@@ -15,7 +15,9 @@ import os
 import pathlib
 import re
 import zlib
+from collections.abc import Iterator
 from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 
@@ -28,6 +30,20 @@ _BEGIN = '{"kmem checkpoint": '
 # In a variable's path: what Keras counts by, and a word with that.
 _NUMBER = re.compile(r"(?<=[^/_])_\d+(?![^/_])")
 _WORD = re.compile(r"[^/_]+((?:_\d+(?![^/_]))*)")
+
+
+@contextlib.contextmanager
+def _appearing(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """A file that has its name only once it is complete, without an error."""
+    part = path.with_name(f"kmem-{path.stem.removeprefix('kmem-')}.part")
+    try:
+        with open(part, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 class Writer:
@@ -43,27 +59,19 @@ class Writer:
     """
 
     def __init__(self, path: pathlib.Path):
-        self._path = path
-        self._part = path.with_suffix(".part")
+        self._appearing = _appearing(path)
         self._checksum = 0
         self.num_bytes = 0
         self.checksums: list[int] = []
 
     def __enter__(self) -> "Writer":
-        self._file = open(self._part, "wb")
+        self._file = self._appearing.__enter__()
         return self
 
-    def __exit__(self, kind, *exception) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._part.unlink, missing_ok=True)
-            with self._file:
-                if kind is not None:
-                    return
-                if self.num_bytes % BLOCK_BYTES:
-                    self.checksums.append(self._checksum)
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            self._part.rename(self._path)
+    def __exit__(self, *exception) -> None:
+        if self.num_bytes % BLOCK_BYTES:
+            self.checksums.append(self._checksum)
+        self._appearing.__exit__(*exception)
 
     def write(self, array: np.ndarray) -> None:
         view: Any = np.ascontiguousarray(array).reshape(-1).view("u1")
@@ -145,12 +153,8 @@ def _harmed(path: pathlib.Path, received: str) -> ValueError:
 
 def replace(path: pathlib.Path, text: str) -> None:
     """Writes a whole file in one go: there is the old one, or the new."""
-    part = path.with_name(f"kmem-{path.stem}.part")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.rename(path)
+    with _appearing(path) as file:
+        file.write(text.encode())
     # The name is in the folder, which is written apart.
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -81,10 +81,9 @@ class Shard:
 
     Args:
         engine: The processes.
-        path: The variable's path.
-        shape: Its shape.
+        variable: The variable, a `keras.Variable`.
+        shape: The shape of the whole.
         value: The shard's values, a vector of `layout.length`.
-        trainable: Whether a gradient is wanted.
         name: What names the variable in all processes. Not its path, which
             counts the layers that a process has made.
         home: The device that holds the shard; by default it is the usual one.
@@ -102,15 +101,14 @@ class Shard:
     def __init__(
         self,
         engine: Engine,
-        path: str,
+        variable: keras.Variable,
         shape: tuple[int, ...],
         value: tf.Tensor,
-        trainable: bool,
         name: str,
         home: str | None = None,
     ):
         self.engine = engine
-        self.path = path
+        self.path = variable.path
         self.layout = Layout(shape, engine.size)
         self.rank = engine.rank
         self.name = name
@@ -125,7 +123,7 @@ class Shard:
                 name="shard",
             )
         # To TensorFlow it is trainable in any case: layers are unfrozen.
-        self.local.trainable = trainable
+        self.local.trainable = variable.trainable
 
     @property
     def variable(self) -> tf.Variable:

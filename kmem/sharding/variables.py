@@ -194,9 +194,7 @@ def shard(
     if own is None:
         shape = tuple(whole.shape)
         cut = Layout(shape, engine.size).cut(value, engine.rank)
-        own = Shard(
-            engine, variable.path, shape, cut, variable.trainable, name, home
-        )
+        own = Shard(engine, variable, shape, cut, name, home)
         # Optimizers know a variable by it.
         identity = private_tf.identity_of(whole)
         private_tf.set_identity(own.variable, identity)
@@ -227,15 +225,8 @@ def adopt(
     """
     shape = reference.layout.shape
     vector = whole_of(variable)
-    own = Shard(
-        reference.engine,
-        variable.path,
-        shape,
-        tf.convert_to_tensor(vector),
-        trainable=False,
-        name=name,
-        home=home,
-    )
+    values = tf.convert_to_tensor(vector)
+    own = Shard(reference.engine, variable, shape, values, name, home)
     own.stays = reference.stays
     whole = tf.Variable(
         tf.zeros(shape, vector.dtype), trainable=False, name=variable.name
