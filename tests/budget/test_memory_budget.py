@@ -24,14 +24,15 @@ from kmem.step import capture
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
-_ROWS = 32
+# So that there are few numbers of micro-batches to try.
+_ROWS = 8
 
 
 def _model():
     keras.utils.set_random_seed(0)
-    inputs = keras.Input((32, 32, 4))
+    inputs = keras.Input((64, 64, 4))
     x = inputs
-    for _ in range(6):
+    for _ in range(7):
         x = layers.Conv2D(16, 3, padding="same", activation="tanh")(x)
     x = layers.GlobalAveragePooling2D()(x)
     model = keras.Model(inputs, layers.Dense(3)(x))
@@ -41,7 +42,7 @@ def _model():
 
 def _data(rows=2 * _ROWS):
     random = np.random.default_rng(0)
-    x = random.normal(size=(rows, 32, 32, 4)).astype("float32")
+    x = random.normal(size=(rows, 64, 64, 4)).astype("float32")
     return x, random.normal(size=(rows, 3)).astype("float32")
 
 
@@ -170,9 +171,9 @@ def test_larger_parts_are_planned_for_where_single_rows_fit():
 def test_larger_parts_are_planned_for_where_they_may_take_less_for_a_row(
     plain, monkeypatch
 ):
-    # Of a part, by its rows: two of 16 take 0.08 s less than four of 8, and
-    # one of 32 may take as much less again.
-    seconds = {32: 1.0, 16: 0.6, 8: 0.32}
+    # Of a micro-batch, by its examples: two of 4 take 0.08 s less than four of
+    # 2, and one of 8 may take as much less again.
+    seconds = {8: 1.0, 4: 0.6, 2: 0.32}
     measure = timing.Timing.measure
 
     def measured(self, step, *most_seconds):
@@ -324,8 +325,8 @@ def test_layers_that_see_one_part_at_a_time_are_named_once():
     keras.utils.set_random_seed(0)
     inputs = keras.Input((16,))
     x = layers.BatchNormalization(name="norm")(inputs)
-    for _ in range(6):
-        x = layers.Dense(128, "tanh")(x)
+    for _ in range(3):
+        x = layers.Dense(256, "tanh")(x)
     model = keras.Model(inputs, layers.Dense(16)(x))
     model.compile("sgd", "mse")
     data = np.ones((4096, 16), "float32")
