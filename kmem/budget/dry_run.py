@@ -87,13 +87,7 @@ def dry_run(
 def of_session(
     session: Session, batch: Any, **arguments: Any
 ) -> Measurement | None:
-    """`dry_run` of a session's step.
-
-    Args:
-        session: The session.
-        batch: Its batch, as `tf.TensorSpec`s.
-        **arguments: As those of `dry_run`.
-    """
+    """`dry_run` of a session's step with a batch (`TensorSpec`s)."""
     session.build(batch)
     group = agreeing.processes(session.options)
     return dry_run(
@@ -105,11 +99,7 @@ def of_session(
 
 @contextlib.contextmanager
 def installed(session: Session) -> Iterator[None]:
-    """Within, the model trains in a session.
-
-    Args:
-        session: The session, which validates as the model does.
-    """
+    """Within, a session's model trains in it, and validates as always."""
     session.install(test_step=False, undo=False)
     try:
         yield

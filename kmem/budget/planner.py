@@ -221,13 +221,7 @@ def make_plan(
 
 
 def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
-    """What is in memory before a step; predicted where it is not counted.
-
-    Args:
-        model: A model with its variables.
-        batch: What a step gets, as `tf.TensorSpec`s.
-        options: Those of the step.
-    """
+    """What is in memory before a step; predicted where it is not counted."""
     if memory.is_counted():
         return memory.current()
     held = batches.num_bytes(model.variables)
@@ -274,18 +268,13 @@ def _runner(
 
 
 def build(model: keras.Model, batch) -> None:
-    """Makes a model's variables, as Keras does in its first step.
-
-    Args:
-        model: The model.
-        batch: What `train_step` gets, as `tf.TensorSpec`s.
-    """
+    """Makes a model's variables, as Keras does in its first step."""
     if all(layer.built for layer in all_layers(model)):
         return
     x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
-    made_up = batches.made_up(batches.part_of(x, batches.num_rows(x) or 1))
+    data = batches.made_up(batches.part_of(x, batches.num_rows(x) or 1))
     with model.distribute_strategy.scope(), DiscardedState():
-        model(made_up)
+        model(data)
 
 
 def _part(batch, options: MemoryOptions) -> Any:
@@ -311,12 +300,12 @@ def _measured_by_first(group: Engine, network: Network) -> Network:
     return dataclasses.replace(network, stages=tuple(stages))
 
 
-def _check_batch(made: Plan, options: MemoryOptions, batch) -> None:
+def _check_batch(plan: Plan, options: MemoryOptions, batch) -> None:
     if batch is None:
         return
     part = _part(batch, options)
-    if batches.to_json(part) != made.batch:
-        planned = batches.describe(batches.from_json(made.batch))
+    if batches.to_json(part) != plan.batch:
+        planned = batches.describe(batches.from_json(plan.batch))
         raise ValueError(
             "`remat` must be a plan for the batches that are trained on: make "
             "it again with `kmem.plan`. Received: a plan for batches of "

@@ -53,7 +53,7 @@ class MemoryReport:
             counted they are predicted, and a step that needs more is neither
             seen nor undone.
         layers_that_see_parts: The layers whose numbers are not those of the
-            whole batch, as they see one of its parts at a time (batch
+            whole batch, as they see one micro-batch at a time (batch
             normalization): known after the first step.
     """
 
@@ -88,7 +88,7 @@ class MemoryReport:
         """One line for the log."""
         line = self._what_is_done()
         if self.layers_that_see_parts:
-            line += "; one part at a time is seen by "
+            line += "; one micro-batch at a time is seen by "
             line += ", ".join(self.layers_that_see_parts)
         if not self.is_measured:
             line += "; predicted: a step that needs more is not undone"

@@ -32,8 +32,6 @@ from kmem.sharding import agreeing
 from kmem.step import batches
 from kmem.step import capture
 
-# The fastest plan within more than any step needs.
-_KEEPS_EVERYTHING = Remat(budget=2**62)
 # What was measured in this process: peaks without what else was in memory,
 # and how many times as long one step takes as another.
 _measurements: dict[tuple, Measurement] = {}
@@ -66,13 +64,7 @@ class Excerpt:
 def excerpt(
     batch: Any, options: MemoryOptions, plan: Plan | None = None
 ) -> Excerpt:
-    """The first two micro-batches of a step.
-
-    Args:
-        batch: The whole batch, as `tf.TensorSpec`s.
-        options: Those of the step.
-        plan: What the step follows, if it follows one.
-    """
+    """The first two micro-batches of a step with a batch (`TensorSpec`s)."""
     batch_size = batches.num_rows(batch)
     if batch_size is None or options.num_parts <= 2:
         return Excerpt(batch, options, plan)
@@ -130,13 +122,8 @@ class Timing:
     ) -> tuple[Measurement | None, Session | None]:
         """Measures a step, unless that was done before.
 
-        Args:
-            step: The step.
-            most_seconds: As in `dry_run`.
-
-        Returns:
-            What it took, in the process that needs most, or `None` if it ran
-            out of memory; and what ran it, if it ran now.
+        Returns what it took, in the process that needs most, or `None` if it
+        ran out of memory; and what ran it, if it ran now.
         """
         if not self._is_counted:
             return self._predicted(step), None
@@ -159,14 +146,12 @@ class Timing:
     def compare(
         self, steps: Sequence[Excerpt], sessions: Sequence[Session | None]
     ) -> float | None:
-        """How many times as long a whole step takes as another one.
+        """How many times as long a whole step takes as another one, or `None`
+        if they ran out of memory or cannot run.
 
         Args:
             steps: Two steps of this process alone.
             sessions: What ran them, if they ran now.
-
-        Returns:
-            The ratio, or `None` if they ran out of memory or cannot run.
         """
         if not self._is_counted:
             return None
@@ -189,15 +174,9 @@ class Timing:
 
         With few examples it bends: the update of the weights needs more than
         they do. So there are more and more, until that matters, and the line
-        is drawn through the last two.
-
-        Args:
-            options: Those of the steps.
-            most_bytes: Steps that need more than that need not be seen.
-
-        Returns:
-            The line. Where the device has no room for a step, the line tells
-            of the least that this means.
+        is drawn through the last two. Steps that need more than `most_bytes`
+        need not be seen. Where the device has no room for a step, the line
+        tells of the least that this means.
         """
         total = batches.num_rows(self._batch) or 1
         num_processes = agreeing.processes(options).size
@@ -239,7 +218,9 @@ class Timing:
         """What the drawing of a step tells."""
         options, plan = step.options, step.plan
         if plan is None:
-            planned = dataclasses.replace(options, remat=_KEEPS_EVERYTHING)
+            # The fastest plan within more than any step needs.
+            remat = Remat(budget=2**62)
+            planned = dataclasses.replace(options, remat=remat)
             plan = planner.make_plan(
                 self._model, step.batch, planned, "flops", 0
             )

@@ -136,7 +136,7 @@ class BudgetedSession:
             self._choose(batch, reserved_bytes)
 
     def install(self, test_step: bool = True, guard: bool = False) -> None:
-        """Gives the model a train function that keeps the budget.
+        """Gives the model a train function that stays within the budget.
 
         Args:
             test_step: Whether it is `fit` that trains: it validates as well,
@@ -202,20 +202,18 @@ class BudgetedSession:
             state.restore()
             option = describe(bucket.session.options)
             self._event(f"A step ran out of memory ({option}) and was undone.")
-        raise self._given_up(message)
+        raise self._exhausted(message)
 
     def _step_with_others(self, bucket: _Bucket, batch):
         """Takes one step together with the other processes."""
         with memory.track() as usage:
             logs, message = _run(bucket.step(self._spec), batch)
         if message:
-            raise tf.errors.ResourceExhaustedError(
-                None,
-                None,
-                "A step ran out of memory, and processes that train in shards "
-                "cannot undo theirs: start them again, from the last "
-                f"checkpoint, with a smaller `memory_budget`. {message} "
-                f"Received: {self._received}",
+            raise self._exhausted(
+                message,
+                "and processes that train in shards cannot undo theirs: start "
+                "them again, from the last checkpoint, with a smaller "
+                "`memory_budget`.",
             )
         bucket.num_steps += 1
         if bucket.num_steps <= tuning.NUM_AGREED:
@@ -223,9 +221,11 @@ class BudgetedSession:
         return logs
 
     def _covering(self, batch) -> _Bucket | None:
-        """The one that was chosen for such batches, or larger ones."""
-        found = (b for b in self._buckets if batches.covers(b.batch, batch))
-        return next(found, None)
+        """What was chosen for such batches, or larger ones."""
+        for bucket in self._buckets:
+            if batches.covers(bucket.batch, batch):
+                return bucket
+        return None
 
     def _choose(self, batch, reserved_bytes: int) -> _Bucket:
         # The device may have become smaller.
@@ -239,13 +239,12 @@ class BudgetedSession:
                 reserved_bytes + self._less,
                 self._verbose,
             )
-        report = dataclasses.replace(report, budget_bytes=self._budget)
         in_use = report.in_use_bytes + reserved_bytes
         bucket = _Bucket(batch, session, report, in_use)
         self._buckets.append(bucket)
-        self._show(bucket)
+        self._show(bucket, budget_bytes=self._budget)
         if self._verbose:
-            print(report.summary())
+            print(bucket.report.summary())
         return bucket
 
     @contextlib.contextmanager
@@ -275,12 +274,12 @@ class BudgetedSession:
         """
         self._less += less
         try:
-            found = self._choose_in_training(bucket.batch)
+            smaller = self._choose_in_training(bucket.batch)
         except (ValueError, tf.errors.ResourceExhaustedError) as error:
-            raise self._given_up(message) from error
+            raise self._exhausted(message) from error
         self._buckets.remove(bucket)
-        self._enter(found)
-        return found
+        self._enter(smaller)
+        return smaller
 
     def _enter(self, bucket: _Bucket) -> None:
         """Trains, and validates, as in a bucket from now on."""
@@ -296,8 +295,7 @@ class BudgetedSession:
         choice = bucket.report.chosen
         if peak_bytes > (choice.measured_peak_bytes or 0):
             choice = dataclasses.replace(choice, measured_peak_bytes=peak_bytes)
-            bucket.report = dataclasses.replace(bucket.report, chosen=choice)
-            self._show(bucket)
+            self._show(bucket, chosen=choice)
         excess = peak_bytes - self._budget
         if excess <= 0 or bucket.is_least:
             return
@@ -315,30 +313,28 @@ class BudgetedSession:
             self._event("Nothing that needs less is known.")
 
     def _tell_of_parts(self) -> None:
-        """After a step: says which layers see one part at a time."""
+        """After a step: says which layers see one micro-batch at a time."""
         bucket: Any = self._bucket
         session = bucket.session
         layers = session.gradient_step.layers_that_see_parts
         names = tuple(layer.name for layer in layers)
         if names == bucket.report.layers_that_see_parts:
             return
-        bucket.report = dataclasses.replace(
-            bucket.report, layers_that_see_parts=names
-        )
-        self._show(bucket)
+        self._show(bucket, layers_that_see_parts=names)
         if not self._has_warned:
             self._has_warned = True
             session.gradient_step.warn_of_parts()
 
-    def _given_up(self, message: str) -> tf.errors.ResourceExhaustedError:
-        return tf.errors.ResourceExhaustedError(
-            None,
-            None,
-            "A step ran out of memory, with every option that is known to "
-            "need less as well. The model is as it was before the step: make "
-            f"the batch smaller or the budget larger. {message} Received: "
-            f"{self._received}",
-        )
+    def _exhausted(
+        self,
+        message: str,
+        advice: str = "with every option that is known to need less as well. "
+        "The model is as it was before the step: make the batch smaller or "
+        "the budget larger.",
+    ) -> tf.errors.ResourceExhaustedError:
+        text = f"A step ran out of memory, {advice} {message} "
+        text += f"Received: {self._received}"
+        return tf.errors.ResourceExhaustedError(None, None, text)
 
     def _event(self, line: str) -> None:
         self._events.append(line)
@@ -347,9 +343,11 @@ class BudgetedSession:
         if self._verbose:
             print(line)
 
-    def _show(self, bucket: _Bucket) -> None:
-        events = tuple(self._events)
-        bucket.report = dataclasses.replace(bucket.report, events=events)
+    def _show(self, bucket: _Bucket, **changes: Any) -> None:
+        """Changes what is told of a bucket, and tells of it."""
+        bucket.report = dataclasses.replace(
+            bucket.report, events=tuple(self._events), **changes
+        )
         # Not `setattr`: Keras would track it.
         object.__setattr__(self.model, "memory_report", bucket.report)
 
