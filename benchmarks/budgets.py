@@ -99,7 +99,7 @@ def header():
         f"Measured: the least and the most of the peaks of {NUM_STEPS} "
         "steps, with all that is in memory. Time: a step's, as predicted, "
         "relative to one that keeps everything. Planned in: seconds, "
-        "rehearsals and all.\n\n"
+        "dry runs and all.\n\n"
         "| model | asked, MB | predicted | measured, least | most | kept "
         "| time | planned in |\n"
         "|---|---|---|---|---|---|---|---|\n"

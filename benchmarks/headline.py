@@ -143,7 +143,7 @@ def header(num_steps):
         "workspace. Time: of a row, relative to that of Keras with its largest "
         "batch, whose process takes a step after each one; medians. First "
         "step: after so many seconds, the search for a plan, or for a way, and "
-        "its rehearsals included.\n\n"
+        "its dry runs included.\n\n"
         "| model | way | of Keras's batch | rows | peak, MB | time a row | "
         "first step, s | chosen |\n"
         "|---|---|---|---|---|---|---|---|\n"

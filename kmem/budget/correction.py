@@ -46,7 +46,7 @@ class Corrector:
 
     Args:
         learned: What is known of models of this structure; it is added to.
-        part: What one of its micro-batches is given, as `tf.TensorSpec`s.
+        microbatch: What a micro-batch is given, as `tf.TensorSpec`s.
         mode: How the step runs.
         in_use: The bytes that are in memory before a step.
         run: Runs the step by a plan, and tells what it took, or `None`
@@ -56,14 +56,14 @@ class Corrector:
     def __init__(
         self,
         learned: Learned,
-        part: Any,
+        microbatch: Any,
         mode: Literal["eager", "graph", "xla"],
         in_use: int,
         run: Callable[[Plan], Measurement | None] | None,
     ):
         self._learned = learned
         self._chooser = learned.chooser
-        self._part = part
+        self._microbatch = microbatch
         self._mode = mode
         # What else is in memory is part of the peak.
         self._in_use = in_use
@@ -228,7 +228,7 @@ class Corrector:
         return Plan(
             network=self._chooser.network,
             segments=point.segments,
-            batch=batches.to_json(self._part),
+            batch=batches.to_json(self._microbatch),
             mode=self._mode,
             solver=solver if isinstance(solver, str) else "genetic",
             budget_bytes=budget,

@@ -173,7 +173,7 @@ def make_plan(
     # The same plan has another peak in another of XLA's orders.
     in_order = compiled and xla.prefer_little_memory()
     group = agreeing.processes(options)
-    part = _part(batch, options)
+    microbatch = _microbatch(batch, options)
     is_counted = memory.is_counted()
     if not is_counted:
         # Without a dry run, nothing is run at all.
@@ -182,7 +182,7 @@ def make_plan(
     rest = dataclasses.replace(options, remat=None)
     keeps_gradients = not updates.are_early(model, rest)
     with option_precision(model, options):
-        recording = profiling.record_batch(model, part)
+        recording = profiling.record_batch(model, microbatch)
         key = (
             *(matching.structure(recording), batches.to_json(batch), rest),
             *(options.remat.solver, costs, profiling.mode(model), in_order),
@@ -213,8 +213,10 @@ def make_plan(
     _learned[key] = learned
     while len(_learned) > tuning.MAX_LEARNED:
         _learned.pop(next(iter(_learned)))
-    runner = _runner(model, batch, options)
-    corrector = Corrector(learned, part, profiling.mode(model), in_use, runner)
+    corrector = Corrector(
+        *(learned, microbatch, profiling.mode(model), in_use),
+        _runner(model, batch, options),
+    )
     plan = corrector.plan(options.remat.budget, reserved_bytes, argument)
     _plans.keep(asked, in_use, plan)
     return plan
@@ -228,8 +230,8 @@ def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
     if model.compiled:
         held += batches.num_bytes(model.optimizer.variables)
     if options.num_parts > 1:
-        # All of the batch, of which the drawing has a part, and the sum of
-        # the parts' gradients.
+        # All of the batch, of which the drawing has a micro-batch, and the
+        # sum of their gradients.
         held += batches.num_bytes(batch)
         held += batches.num_bytes(model.trainable_variables)
     return held
@@ -277,7 +279,7 @@ def build(model: keras.Model, batch) -> None:
         model(data)
 
 
-def _part(batch, options: MemoryOptions) -> Any:
+def _microbatch(batch, options: MemoryOptions) -> Any:
     """What of a batch a process computes at a time, at most."""
     own = batches.part_of(batch, agreeing.processes(options).size)
     return batches.part_of(own, options.num_parts)
@@ -286,28 +288,24 @@ def _part(batch, options: MemoryOptions) -> Any:
 def _measured_by_first(group: Engine, network: Network) -> Network:
     """A network with the measurements of process 0."""
     own = [[getattr(s, name) for name in _MEASURED] for s in network.stages]
-    found = agreeing.of_first(group, np.array(own, "float64"))
-    stages = [
-        dataclasses.replace(
-            stage,
-            **{
-                name: type(getattr(stage, name))(number)
-                for name, number in zip(_MEASURED, numbers, strict=True)
-            },
-        )
-        for stage, numbers in zip(network.stages, found, strict=True)
-    ]
+    first = agreeing.of_first(group, np.array(own, "float64"))
+    stages = []
+    for stage, row in zip(network.stages, first, strict=True):
+        numbers = dict(zip(_MEASURED, row, strict=True))
+        for name, number in numbers.items():
+            numbers[name] = type(getattr(stage, name))(number)
+        stages.append(dataclasses.replace(stage, **numbers))
     return dataclasses.replace(network, stages=tuple(stages))
 
 
 def _check_batch(plan: Plan, options: MemoryOptions, batch) -> None:
     if batch is None:
         return
-    part = _part(batch, options)
-    if batches.to_json(part) != plan.batch:
+    microbatch = _microbatch(batch, options)
+    if batches.to_json(microbatch) != plan.batch:
         planned = batches.describe(batches.from_json(plan.batch))
         raise ValueError(
             "`remat` must be a plan for the batches that are trained on: make "
             "it again with `kmem.plan`. Received: a plan for batches of "
-            f"{planned}, for batches of {batches.describe(part)}"
+            f"{planned}, for batches of {batches.describe(microbatch)}"
         )

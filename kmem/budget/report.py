@@ -156,7 +156,8 @@ class ImpossibleBudget(ValueError):
         )
         if least is not None:
             peak, self.options = least
-            smallest = math.ceil((1 + tuning.ALLOWANCE) * peak) + left_bytes
+            # It is measured anew when it is asked for.
+            smallest = math.ceil((1 + 2 * tuning.MARGIN) * peak) + left_bytes
             self.smallest_bytes = smallest
             message = (
                 f"`memory_budget` must be at least {smallest} bytes "

@@ -374,19 +374,19 @@ def _least_seconds(
         first: What a step in more took.
         second: What one in still more took, if it ran.
     """
-    parts, seconds = first.options.num_parts, first.predicted_seconds
+    tried, seconds = first.options.num_parts, first.predicted_seconds
     most = tuning.MOST_OVERHEAD * seconds
-    saved = most * (parts - count) / parts
+    saved = most * (tried - count) / tried
     if second is not None:
         # Twice the examples save no more than they did from the second to
         # the first.
-        doublings = math.log2(second.options.num_parts / parts)
+        doublings = math.log2(second.options.num_parts / tried)
         each = (second.predicted_seconds - seconds) / doublings
         # Steps differ by more when the machine is busy.
-        saved = min(most, each * math.log2(parts / count))
+        saved = min(most, each * math.log2(tried / count))
     # Steps with a few examples tell as well.
     told = seconds - plain.predicted_seconds
-    told *= (parts - count) / (parts - plain.options.num_parts)
+    told *= (tried - count) / (tried - plain.options.num_parts)
     return seconds - max(0.0, saved, told)
 
 

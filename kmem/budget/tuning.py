@@ -29,8 +29,8 @@ MAX_MEASURED = 256
 
 # --- How options are searched ----------------------------------------------
 
-# Steps do not all have the same peak, even those that were measured. XLA's
-# do, but the input pipeline beside them may not.
+# Steps do not all have the same peak, and one that is measured anew may need
+# more. XLA's do, but the input pipeline beside them may not.
 MARGIN, MARGIN_IN_XLA = 0.01, 0.003
 # Each probe has so many times the examples of the one before, until that
 # makes it need so much more: the update alone no longer says what it needs.
@@ -67,5 +67,3 @@ MAX_LEARNED, SAME = 8, 0.01
 MAX_ATTEMPTS = 6
 # In how many steps processes tell one another what they needed.
 NUM_AGREED = 3
-# A step that is measured anew may need so much more than it did.
-ALLOWANCE = 0.02

@@ -1,9 +1,8 @@
 """The training step behind a choice: what is in memory when, and what it is.
 
 A choice with a plan is the plan's step, replayed. One without a plan keeps
-everything: its step is told by the plan of another choice that differs from it
-in nothing else, or by a profile. With micro-batches the same step runs once for
-each part.
+everything: its step is told by a profile. With micro-batches the same step runs
+once for each of them.
 
 What it does not do: measure. The step is shifted so that its peak is the one
 that was predicted for the choice; what a drawing does not know of, such as the
@@ -28,7 +27,7 @@ class Step:
 
     Attributes:
         choice: The choice.
-        graph: The operations, of one part of the batch.
+        graph: The operations, of one micro-batch.
         schedule: The order in which they run.
     """
 
