@@ -1,9 +1,9 @@
 """Each process computes its rows of a batch; sums over all make it the batch.
 
 All processes are given the same batch, as in one process. Rank r of N takes
-rows r*B//N to (r+1)*B//N. To the rest of kmem that is a part of the batch as a
-micro-batch is one: its losses count with its share of the rows, or of what
-they are divided by, so that gradients, logs and metrics add up. A batch with
+rows r*B//N to (r+1)*B//N. To the rest of kmem these are like a micro-batch:
+their losses count with their share of the rows, or of what they are divided
+by, so that gradients, logs and metrics add up. A batch with
 fewer rows than there are processes is computed by each of them, and counts
 1/N there.
 
