@@ -268,7 +268,7 @@ class Program(keras.Model):
                 self.make_train_function()
                 step: Any = self.train_function
                 times = self.steps_per_execution
-                self.train_function = engine().watched(step, times)
+                self.train_function = engine().watching(times)(step)
                 yield
         finally:
             self.train_function, self.test_function = functions
