@@ -16,11 +16,11 @@ import platform
 import time
 
 from kmem.base.versions import __version__
-from kmem.dtr.program import Program
-from kmem.dtr.program import read_program
 from kmem.dtr.simulator import HEURISTICS
 from kmem.dtr.simulator import BudgetFailed
 from kmem.dtr.simulator import simulate
+from kmem.dtr.trace import Program
+from kmem.dtr.trace import read_program
 
 SHARES = (0.9, 0.7, 0.5, 0.4, 0.3, 0.2, 0.1)
 # Measured with simrd (Kirisame et al., ICLR 2021) on its own traces.

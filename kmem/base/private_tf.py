@@ -12,7 +12,7 @@ from tensorflow.python.client import device_lib
 from tensorflow.python.eager import backprop
 from tensorflow.python.eager import context as eager_context
 
-# What carries a backward pass out, for `kmem.dtr.backward` to replace.
+# What carries a backward pass out, for `kmem.dtr.failures` to replace.
 # dtr/test_dtr_device.py
 from tensorflow.python.eager import imperative_grad as imperative_grad
 

@@ -11,9 +11,15 @@ What it does not do: know of arrays that `fit` is given, which Keras copies
 whole.
 """
 
+import contextlib
 import dataclasses
 import gc
+import itertools
+import math
+import pathlib
 import re
+import tempfile
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,16 +30,21 @@ from kmem import memory
 from kmem.base.private_keras import all_layers
 from kmem.base.sizes import format_size
 from kmem.base.sizes import parse_size
-from kmem.budget.trial import Trial
-from kmem.dtr.forecast import Forecast
+from kmem.budget.dry_run import installed
+from kmem.budget.dry_run import timed
+from kmem.dtr import device
+from kmem.dtr.simulator import Forecast
 from kmem.dtr.sweep import Row
 from kmem.dtr.sweep import Sweep
+from kmem.dtr.trace import Program
+from kmem.dtr.trace import read_program
 from kmem.fit import pipeline
 from kmem.fit.session import Session
 from kmem.options import DTR
 from kmem.options import HEURISTICS
 from kmem.options import MemoryOptions
 from kmem.step import batches
+from kmem.step import capture
 
 SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
 # The step's own, and those that are ready.
@@ -63,7 +74,7 @@ def sweep(
             training's peak, as floats in (0, 1]. Six shares from 1.0 to 0.3
             by default.
         dtr: The other settings.
-        steps: How many steps to take with each batch; the quickest counts.
+        steps: How many steps to take with each batch; the fastest counts.
         verbose: 1 shows progress.
 
     Returns:
@@ -87,9 +98,9 @@ def sweep(
     model = keras.Sequential([keras.Input((48, 48, 1)), *layers])
     model.compile("sgd", "mse")
     x, y = np.zeros((32, 48, 48, 1)), np.zeros((32, 32, 32, 8))
-    found = kmem.sweep(model, (x, y), [0.9, 0.75], steps=2)
-    print(found.summary())
-    kmem.wrap(model).fit(x, y, dtr=found.recommended)
+    result = kmem.sweep(model, (x, y), [0.9, 0.75], steps=2)
+    print(result.summary())
+    kmem.wrap(model).fit(x, y, dtr=result.recommended)
     ```
     """
     asked = SHARES if thresholds is None else tuple(thresholds)
@@ -120,9 +131,9 @@ class _Sweeper:
         self._room = room
         self._settings = settings
         self._steps = steps
-        self._trials: dict[DTR, Trial] = {}
+        self._trials: dict[DTR, _Trial] = {}
         self._unlimited = self._trial(0)
-        self._plain = Trial(self._session(self._unlimited), data, plainly=True)
+        self._plain = _Trial(self._session(self._unlimited), data, plainly=True)
 
     def sweep(self, asked: Sequence[float | int | str], verbose: int) -> Sweep:
         forecast = self._forecast()
@@ -138,16 +149,16 @@ class _Sweeper:
             trial.run()
             if verbose:
                 progress.add(1)
-        found = self._found(forecast)
-        chosen = found.recommended
+        result = self._result(forecast)
+        chosen = result.recommended
         best = _best_heuristic(forecast, chosen)
         if best == chosen.heuristic:
-            return found
+            return result
         # By the simulator. Whether it is, time tells.
         other = self._trial(int(chosen.eviction_threshold), heuristic=best)
         for options in (chosen, other) * self._steps:
             self._trials[options].run()
-        return self._found(forecast)
+        return self._result(forecast)
 
     def _trial(self, threshold_bytes: int, **settings: Any) -> DTR:
         """Begins a trial, and gives its settings."""
@@ -155,7 +166,7 @@ class _Sweeper:
             self._settings, eviction_threshold=threshold_bytes, **settings
         )
         if options not in self._trials:
-            trial = Trial(self._session(options), self._data)
+            trial = _Trial(self._session(options), self._data)
             self._trials[options] = trial
         return options
 
@@ -178,14 +189,14 @@ class _Sweeper:
         peaks = None if self._plain.error else unlimited.peaks
         return Forecast(programs, peaks, memory.current())
 
-    def _found(self, forecast: Forecast) -> Sweep:
+    def _result(self, forecast: Forecast) -> Sweep:
         unlimited = self._trials[self._unlimited].seconds
-        rows = [_row(self._plain, None)]
+        rows = [self._plain.row(None)]
         for options, trial in self._trials.items():
             expected = forecast.of(options)
             rows.append(
-                dataclasses.replace(
-                    _row(trial, options),
+                trial.row(
+                    options,
                     predicted_seconds=unlimited + expected.more_seconds,
                     predicted_peak_bytes=expected.peak_bytes,
                 )
@@ -193,16 +204,119 @@ class _Sweeper:
         return Sweep(tuple(rows))
 
 
-def _row(trial: Trial, options: DTR | None) -> Row:
-    if trial.error:
-        return Row(options, error=_reason(trial.error))
-    return Row(
-        options,
-        step_seconds=trial.seconds,
-        peak_bytes=max(trial.peaks),
-        num_evictions=round(trial.num_evictions),
-        num_recomputations=round(trial.num_recomputations),
-    )
+class _Trial:
+    """Takes training steps with one option on some batches, and measures them.
+
+    Each begins with the state in which the model is, and gives it back.
+
+    Args:
+        session: Trains under DTR.
+        data: The batches, as tensors.
+        plainly: Train in plain eager Keras instead; the session then only
+            says what a step changes.
+
+    Attributes:
+        error: Why it cannot run; empty if it can.
+        peaks: The most bytes of a step with each batch.
+    """
+
+    def __init__(self, session: Session, data: list, plainly: bool = False):
+        self._session = session
+        self._data = data
+        self._plainly = plainly
+        self._fastest = [math.inf] * len(data)
+        self._num_steps = 0
+        self._statistics: device.Statistics | None = None
+        self.error = ""
+        self.peaks = [0] * len(data)
+
+    def run(self) -> None:
+        """Takes a step with each batch, unless one has failed."""
+        options = self._session.options.dtr
+        threshold, in_use = options.eviction_threshold, memory.current()
+        if not self._plainly and 0 < threshold < in_use:
+            self.error = (
+                f"The threshold must be at least {in_use} bytes: they are in "
+                f"use between the steps. Received: {threshold}"
+            )
+        for index in range(len(self._data)):
+            if not self.error:
+                self._step(index)
+
+    def record(self) -> list[Program]:
+        """Takes a step with each batch, and writes down what runs.
+
+        It must be this trial that has run last.
+        """
+        session: Any = device.latest()
+        programs = []
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "step.log"
+            for index in range(len(self._data)):
+                with session.trace(path):
+                    self._step(index)
+                programs.append(read_program(path))
+        return programs
+
+    @property
+    def seconds(self) -> float:
+        """The mean over the batches of their fastest steps."""
+        return sum(self._fastest) / len(self._fastest)
+
+    def row(self, options: DTR | None, **predicted: float) -> Row:
+        """What was measured; the counts are means over the steps."""
+        if self.error:
+            return Row(options, error=_reason(self.error), **predicted)
+        counts = {}
+        if self._statistics is not None:
+            for name in ("num_evictions", "num_recomputations"):
+                total = getattr(self._statistics, name)
+                counts[name] = round(total / self._num_steps)
+        return Row(
+            options,
+            step_seconds=self.seconds,
+            peak_bytes=max(self.peaks),
+            **counts,
+            **predicted,
+        )
+
+    def _step(self, index: int) -> None:
+        model: Any = self._session.model
+        # More than one step, if Keras takes several at a time.
+        batch = itertools.repeat(self._data[index])
+        state = self._session.state
+        with capture.unchanged(state, model.metrics), self._installed():
+            try:
+                with memory.track() as usage:
+                    seconds = timed(model.train_function, batch)
+            except tf.errors.ResourceExhaustedError as error:
+                self.error = error.message
+        if self.error:
+            # What the error's frames held.
+            gc.collect()
+            return
+        seconds /= model.steps_per_execution
+        self._fastest[index] = min(self._fastest[index], seconds)
+        self.peaks[index] = max(self.peaks[index], usage.peak_bytes)
+        self._num_steps += model.steps_per_execution
+        session = device.latest()
+        if session is not None and not self._plainly:
+            self._statistics = session.statistics()
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        model: Any = self._session.model
+        if not self._plainly:
+            with installed(self._session):
+                yield
+            return
+        before = model.run_eagerly, model.train_function
+        try:
+            model.run_eagerly = True
+            model.make_train_function(force=True)
+            yield
+        finally:
+            model.run_eagerly, model.train_function = before
 
 
 def _reason(error: str) -> str:
@@ -240,15 +354,15 @@ def _to_bytes(threshold: float | int | str, whole_bytes: int) -> int:
 def _tensors(data: Any) -> list:
     """The batches of what may be a data set, as a step gets them."""
     if isinstance(data, tf.data.Dataset):
-        found = list(data.take(_MAX_BATCHES))
+        taken = list(data.take(_MAX_BATCHES))
     elif isinstance(data, keras.utils.PyDataset):
         count = min(data.num_batches or _MAX_BATCHES, _MAX_BATCHES)
-        found = [data[index] for index in range(count)]
+        taken = [data[index] for index in range(count)]
     else:
-        found = [data]
-    if not found:
+        taken = [data]
+    if not taken:
         raise ValueError("`data` must have a batch. Received: an empty one")
-    return [keras.tree.map_structure(_tensor, batch) for batch in found]
+    return [keras.tree.map_structure(_tensor, batch) for batch in taken]
 
 
 def _tensor(leaf) -> tf.Tensor | None:

@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints what the budget costs; 0 if it can be kept."""
-    from kmem.dtr.program import read_program
     from kmem.dtr.simulator import BudgetFailed
     from kmem.dtr.simulator import simulate
+    from kmem.dtr.trace import read_program
 
     try:
         program = read_program(args.trace)

@@ -98,7 +98,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     the step's results.
 
     Args:
-        path: The file. `kmem.dtr.program` says what is in it.
+        path: The file. `kmem.dtr.trace` says what is in it.
 
     Raises:
         OSError: If the file cannot be written.
@@ -111,7 +111,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     import tensorflow as tf
 
     import kmem
-    from kmem.dtr.program import read_program
+    from kmem.dtr.trace import read_program
 
     with kmem.dtr.record("step.log"):
         tf.tanh(tf.ones((100, 100)))

@@ -112,7 +112,7 @@ class DeviceSession:
         """
         import tensorflow as tf
 
-        from kmem.dtr.backward import freed_on_failure
+        from kmem.dtr.failures import freed_on_failure
 
         _register(self._library)
         if not _in_use.acquire(blocking=False):

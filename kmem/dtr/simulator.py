@@ -9,15 +9,19 @@ to be in memory together at its end; the cost is
     time of all operators that ran / time of the program's operators.
 
 What it does not know: workspace, fragmentation, and the time that deciding
-takes. An operator is taken to run again with the same results.
+takes. An operator is taken to run again with the same results. A `Forecast`
+adds what a recorded step does not tell.
 """
 
 import ctypes
 import dataclasses
+import math
+from collections.abc import Sequence
 
 from kmem.base import bindings
 from kmem.base import native
-from kmem.dtr.program import Program
+from kmem.dtr.trace import Program
+from kmem.options import DTR
 from kmem.options import HEURISTICS as HEURISTICS
 
 _NO_LIMIT = 2**63 - 1
@@ -92,7 +96,7 @@ def simulate(
     ```python
     import pathlib
 
-    from kmem.dtr.program import read_program
+    from kmem.dtr.trace import read_program
     from kmem.dtr.simulator import simulate
 
     path = pathlib.Path("step.log")
@@ -138,3 +142,78 @@ def simulate(
         num_recomputations=found.num_recomputations,
         num_accesses=found.num_accesses,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What a step is expected to take; infinite if it cannot run.
+
+    Attributes:
+        more_seconds: How much longer it takes than without a threshold.
+        peak_bytes: The device's peak.
+    """
+
+    more_seconds: float
+    peak_bytes: float
+
+
+class Forecast:
+    """Simulates a training step with each of several batches.
+
+    A recorded step knows neither the workspace of its operators nor what is in
+    memory that it does not read, such as other batches. Both are taken to be
+    what they were in a step without a threshold: the peak that was measured
+    there, less the peak that is simulated. Where no step fits without
+    evictions, workspace is left out, and the rest is what is in memory between
+    the steps.
+
+    Args:
+        programs: The recorded steps.
+        peaks: The peaks that were measured in them, in bytes, or `None` if
+            they did not fit without evictions.
+        in_use: The bytes that are in memory between the steps.
+
+    Attributes:
+        peak_bytes: The largest peak of a step without evictions.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        peaks: Sequence[int] | None,
+        in_use: int,
+    ):
+        self._programs = programs
+        simulated = [simulate(program).peak_bytes for program in programs]
+        if peaks is None:
+            peaks = [
+                peak + max(in_use - program.constant_bytes, 0)
+                for peak, program in zip(simulated, programs, strict=True)
+            ]
+        self.peak_bytes = max(peaks)
+        self._unknown_bytes = [
+            measured - known
+            for measured, known in zip(peaks, simulated, strict=True)
+        ]
+
+    def of(self, options: DTR) -> Expected:
+        """What to expect of a threshold: means over the batches, and the
+        largest peak."""
+        threshold = int(options.eviction_threshold)
+        seconds, peaks = [], []
+        for program, unknown_bytes in zip(
+            self._programs, self._unknown_bytes, strict=True
+        ):
+            try:
+                found = simulate(
+                    program,
+                    threshold - unknown_bytes if threshold else None,
+                    options.heuristic,
+                    evictee_minimum_bytes=int(options.evictee_minimum_size),
+                    sqrt_sampling=options.enable_sqrt_sampling,
+                )
+            except BudgetFailed:
+                return Expected(math.inf, math.inf)
+            seconds.append(found.seconds - program.seconds)
+            peaks.append(found.peak_bytes + unknown_bytes)
+        return Expected(sum(seconds) / len(seconds), max(peaks))

@@ -1,12 +1,20 @@
-"""What training costs at several thresholds of DTR: `kmem.Sweep`."""
+"""What training costs at several thresholds of DTR: `kmem.Sweep`, as a table
+and as the figure of MegEngine's guide, measured, with what was predicted
+beside it.
+"""
 
 import dataclasses
 import math
 import os
+from typing import TYPE_CHECKING
 
+from kmem.base import drawing
 from kmem.base.sizes import format_size
-from kmem.dtr import sweep_picture
 from kmem.options import DTR
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _MOST_SLOWDOWN = 1.3
 
@@ -21,10 +29,10 @@ class Row:
 
     Attributes:
         dtr: The settings; `None` for plain eager Keras.
-        step_seconds: The time of a step: the quickest of several, and the
+        step_seconds: The time of a step: the fastest of several, and the
             mean over the batches. `None` if it could not run.
         peak_bytes: The most that was in memory in any step.
-        num_evictions: How often a tensor was given up in a step.
+        num_evictions: How often a tensor was evicted in a step.
         num_recomputations: How many operators ran again in a step.
         predicted_seconds: `step_seconds` by the simulator, from the time
             without a threshold; infinite if it could not run there.
@@ -48,7 +56,7 @@ class Row:
 
     @property
     def heuristic(self) -> str:
-        """What is given up first; empty for plain eager Keras."""
+        """What is evicted first; empty for plain eager Keras."""
         return self.dtr.heuristic if self.dtr else ""
 
 
@@ -89,17 +97,17 @@ class Sweep:
 
     @property
     def recommended(self) -> DTR:
-        """The smallest threshold that was kept and with which a step takes
-        at most 1.3 times as long as without one; the quickest settings for
-        it."""
-        quick = [
+        """The smallest threshold that the peak stays within and with
+        which a step takes at most 1.3 times as long as without one; the
+        fastest settings for it."""
+        candidates = [
             (row.threshold_bytes or math.inf, self.slowdown(row), row.dtr)
             for row in self.rows
             if row.dtr is not None
             and self.slowdown(row) <= _MOST_SLOWDOWN
             and (row.peak_bytes or 0) <= (row.threshold_bytes or math.inf)
         ]
-        return min(quick, key=lambda found: found[:2])[2]
+        return min(candidates, key=lambda candidate: candidate[:2])[2]
 
     def summary(self) -> str:
         """A table of what was measured, and predicted."""
@@ -130,7 +138,7 @@ class Sweep:
         Raises:
             ImportError: If matplotlib is missing.
         """
-        sweep_picture.figure(self).savefig(path, dpi=150)
+        _figure(self).savefig(path, dpi=150)
 
     def _line(self, row: Row) -> str:
         name, share = _name(row.dtr), ""
@@ -165,3 +173,127 @@ def _name(options: DTR | None) -> str:
         return "Keras, eager"
     threshold = int(options.eviction_threshold)
     return format_size(threshold) if threshold else "no threshold"
+
+
+def _figure(sweep: Sweep) -> "Figure":
+    """Draws a sweep as a figure, to be changed or shown in a notebook.
+
+    Args:
+        sweep: The sweep.
+
+    Returns:
+        A `matplotlib.figure.Figure` with two axes: the time of a step and its
+        peak, both over the threshold.
+
+    Raises:
+        ImportError: If matplotlib is missing.
+    """
+    result = drawing.new_figure("a sweep")
+    time, peak = result.subplots(2, sharex=True, height_ratios=(3, 2))
+    _draw_time(time, sweep)
+    _draw_peak(peak, sweep)
+    return result
+
+
+def _draw_time(axes: "Axes", sweep: Sweep) -> None:
+    rows = _curve(sweep)
+    recommended = sweep.recommended
+    axes.plot(
+        [_megabytes(row.threshold_bytes) for row in rows],
+        [_finite(sweep.predicted_slowdown(row)) for row in rows],
+        color=drawing.AMBER,
+        linestyle="--",
+        marker=".",
+        label="predicted by the simulator",
+    )
+    axes.plot(
+        [_megabytes(row.threshold_bytes) for row in rows],
+        [_finite(sweep.slowdown(row)) for row in rows],
+        color=drawing.BLUE,
+        marker="o",
+        label="measured",
+    )
+    if sweep.plain.step_seconds:
+        axes.axhline(
+            sweep.slowdown(sweep.plain),
+            color=drawing.GREY,
+            linestyle=":",
+            label="plain eager Keras",
+        )
+    failed = [_megabytes(row.threshold_bytes) for row in rows if row.error]
+    axes.plot(
+        failed,
+        [1.0] * len(failed),
+        "x",
+        color=drawing.RED,
+        label="cannot run" if failed else None,
+    )
+    for row in sweep.rows:
+        if row.dtr == recommended and row.threshold_bytes:
+            axes.plot(
+                _megabytes(row.threshold_bytes),
+                sweep.slowdown(row),
+                "*",
+                color=drawing.BLUE,
+                markersize=16,
+                label=f"recommended: {format_size(row.threshold_bytes)}, "
+                f'"{recommended.heuristic}"',
+            )
+    axes.set_ylabel("time of a step,\nrelative to no threshold")
+    drawing.set_title(axes, "A training step under DTR at several thresholds")
+    _finish(axes)
+
+
+def _draw_peak(axes: "Axes", sweep: Sweep) -> None:
+    rows = [row for row in _curve(sweep) if not row.error]
+    thresholds = [_megabytes(row.threshold_bytes) for row in rows]
+    axes.plot(
+        thresholds,
+        [_megabytes(row.peak_bytes) for row in rows],
+        color=drawing.BLUE,
+        marker="o",
+        label="measured peak",
+    )
+    axes.plot(
+        thresholds,
+        thresholds,
+        color="black",
+        linestyle="--",
+        linewidth=1,
+        label="the threshold",
+    )
+    if sweep.plain.peak_bytes:
+        axes.axhline(
+            _megabytes(sweep.plain.peak_bytes),
+            color=drawing.GREY,
+            linestyle=":",
+            label="plain eager Keras",
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("threshold, MB")
+    axes.set_ylabel("peak, MB")
+    _finish(axes)
+
+
+def _curve(sweep: Sweep) -> list[Row]:
+    """The rows of one heuristic, by threshold."""
+    rows = [
+        row
+        for row in sweep.rows
+        if row.threshold_bytes and row.heuristic == sweep.unlimited.heuristic
+    ]
+    return sorted(rows, key=lambda row: row.threshold_bytes)
+
+
+def _megabytes(num_bytes: int) -> float:
+    return num_bytes / 1e6
+
+
+def _finite(value: float) -> float:
+    """What cannot run leaves a gap."""
+    return value if math.isfinite(value) else math.nan
+
+
+def _finish(axes: "Axes") -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import kmem
-from kmem.dtr.program import read_program
 from kmem.dtr.simulator import simulate
+from kmem.dtr.trace import read_program
 from kmem.options import HEURISTICS
 
 pytestmark = pytest.mark.usefixtures("native_library")

@@ -12,8 +12,8 @@ from trace_cases import copy
 from trace_cases import release
 from trace_cases import write
 
-from kmem.dtr.program import read_program
 from kmem.dtr.simulator import simulate
+from kmem.dtr.trace import read_program
 
 CONSTANT, CALL, RETAIN, RELEASE = range(4)
 

@@ -12,10 +12,10 @@ from trace_cases import write
 
 from kmem.base import bindings
 from kmem.base import building
-from kmem.dtr.program import read_program
 from kmem.dtr.simulator import HEURISTICS
 from kmem.dtr.simulator import BudgetFailed
 from kmem.dtr.simulator import simulate
+from kmem.dtr.trace import read_program
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

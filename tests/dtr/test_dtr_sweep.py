@@ -7,11 +7,11 @@ from trace_cases import release
 from trace_cases import write
 
 import kmem
-from kmem.dtr import sweep_picture
-from kmem.dtr.forecast import Forecast
-from kmem.dtr.program import read_program
+from kmem.dtr import sweep
+from kmem.dtr.simulator import Forecast
 from kmem.dtr.sweep import Row
 from kmem.dtr.sweep import Sweep
+from kmem.dtr.trace import read_program
 
 
 def row(megabytes, seconds, heuristic="dtr_eq", peak=None):
@@ -79,7 +79,7 @@ def test_a_summary_shows_predicted_beside_measured():
 def test_the_picture_holds_the_numbers():
     pytest.importorskip("matplotlib")
     rows = [row(80, 1.1), row(50, 1.2), FAILED, row(50, 1.15, "lru")]
-    figure = sweep_picture.figure(Sweep((PLAIN, UNLIMITED, *rows)))
+    figure = sweep._figure(Sweep((PLAIN, UNLIMITED, *rows)))
 
     time, peak = (
         {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
