@@ -125,14 +125,13 @@ def reweighting(hypergradient, settings, options):
 
 def predicted_bytes(program):
     """The largest of the peaks that `summary` tells for the levels."""
-    from kmem.multilevel import reporting
+    from kmem.multilevel import level_plan
 
-    if program.distribute_strategy.num_replicas_in_sync > 1:
-        return None
-    structure, parts = program._structure, program._parts
-    return reporting.resident_bytes(structure, parts) + max(
-        reporting.gradient_bytes(structure, number, parts)
-        for number in range(len(structure.levels))
+    return max(
+        level_plan.measure(
+            program, program._structure, level, program._element
+        ).peak_bytes
+        for level in program.levels
     )
 
 
@@ -204,7 +203,9 @@ def header(settings, num_steps):
         "Groups are normalized instead of batches, whose statistics are "
         "others in each part. Peak: the most that is in memory during a step, "
         f"in {num_steps} steps after the first, with everything in it. "
-        "Predicted: what `Program.summary` estimates. Time: a step's, "
+        "Predicted: the largest of the peaks that `Program.summary` measures "
+        "by dry runs, each of a step in which one level computes; of tables "
+        "until 2026-11-23, an estimate from a trace. Time: a step's, "
         "relative to that of the baseline, whose process takes a step after "
         "each one; the median, on a machine that does other work meanwhile. "
         "Error: of the gradient with which the upper level makes its first "

@@ -1,30 +1,33 @@
-"""Derivatives of a loss that is a mean over rows, of a batch in parts.
+"""Derivatives of a loss that is a mean over examples, in micro-batches.
 
 With the loss, its gradient and products with its second derivatives are means
-over rows, and each is the mean of those of the parts of a batch, weighted by
-their rows: `Derivatives.mean` is the one place that knows of parts. What this
-module does not do: batch normalization sees one part at a time, and dropout
-draws anew for each.
+over examples, and each is the mean of those of a batch's micro-batches,
+weighted by their examples: `Derivatives.mean` is the one place that knows of
+micro-batches. What this module does not do: batch normalization sees one
+micro-batch at a time, and dropout draws anew for each.
 """
 
 import abc
 import contextlib
 import threading
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from kmem.base.private_keras import assign
 from kmem.graph import ordering
-from kmem.multilevel import passes
-from kmem.multilevel import replicas
-from kmem.multilevel.together import OneProcess
+from kmem.multilevel.loss import Substituted
+from kmem.multilevel.loss import assign
+from kmem.multilevel.loss import read
+from kmem.multilevel.workers import OneProcess
+from kmem.multilevel.workers import mean_over_replicas
 from kmem.step.parts import Parts
 from kmem.step.parts import zeros
 
 Tensors = list[tf.Tensor]
+Context = contextlib.AbstractContextManager[None]
 
 
 class Derivatives(abc.ABC):
@@ -32,20 +35,23 @@ class Derivatives(abc.ABC):
 
     Args:
         name: The level's name.
-        num_parts: The parts in which a batch is computed.
+        num_parts: The micro-batches in which a batch is computed.
         ordered: Whether a backward pass is kept from running ahead, which is
-            done anyway if there are several parts.
+            done anyway if there are several micro-batches.
 
     Attributes:
-        num_parts: The parts in which a batch is computed.
-        processes: Those that compute a batch together.
+        optimizer: What updates the level.
+        workers: The processes that compute a batch together.
     """
+
+    optimizer: Any
 
     def __init__(self, name: str, num_parts: int, ordered: bool):
         self.name = name
-        self.num_parts = num_parts
-        self.processes = OneProcess()
+        self.workers = OneProcess()
+        self._num_parts = num_parts
         self._ordered = ordered or num_parts > 1
+        self._is_idle = False
         # Replicas trace a step in threads of their own.
         self._local = threading.local()
 
@@ -59,18 +65,32 @@ class Derivatives(abc.ABC):
     def state(self) -> list:
         """Keras's variables that the loss assigns, such as random seeds."""
 
+    @property
     @abc.abstractmethod
-    def computing(self) -> contextlib.AbstractContextManager[None]:
+    def computes_in_16_bits(self) -> bool:
+        """Whether its loss is computed in 16 bits."""
+
+    @abc.abstractmethod
+    def computing(self) -> Context:
         """What is around the loss, and around its gradients as well: they
-        may run parts of it again."""
+        may run some of it again."""
 
     @abc.abstractmethod
     def loss_of(self, batch: Any) -> tf.Tensor:
-        """The loss of a batch, or of a part of one."""
+        """The loss of a batch, or of a micro-batch."""
 
     @abc.abstractmethod
     def look_once(self, batch: Any) -> None:
         """Builds what the loss calls, and finds out about `state`."""
+
+    @abc.abstractmethod
+    def clipped(self, gradients: Tensors) -> Tensors:
+        """Gradients as the optimizer gets them."""
+
+    @property
+    def steps(self) -> list:
+        """Its updates since the level above made its last one."""
+        return vars(self._local).setdefault("steps", [])
 
     @property
     def reached(self) -> set[int]:
@@ -79,37 +99,36 @@ class Derivatives(abc.ABC):
 
     def values(self) -> Tensors:
         """The values of its variables."""
-        return passes.read(self.variables)
+        return read(self.variables)
 
     def mean(self, function: Callable, batch: Any) -> Tensors:
-        """The mean over a batch's rows of what is a mean over a part's.
+        """The mean over a batch of what is a mean over a micro-batch.
 
         Args:
-            function: Takes a part of a batch, and returns a list of tensors
-                whose shapes do not depend on its rows.
+            function: Takes a micro-batch, and returns a list of tensors whose
+                shapes do not depend on its size.
             batch: The batch, on every replica of a strategy its own.
 
         Returns:
             The list of the means, the same on all replicas.
         """
         if self._entry is not None:
-            self._rewind(self._entry)
-        if self.num_parts == 1 and not self.processes.split_batches:
+            assign(self.state, self._entry)
+        if self._num_parts == 1 and not self.workers.split_batches:
             with self.computing():
-                found = function(batch)
-            return replicas.mean(found)
-        own = self.processes.slice(batch)
-        parts = Parts(own.data, self.num_parts, own.fewest_rows)
+                return mean_over_replicas(function(batch))
+        own = self.workers.slice(batch)
+        parts = Parts(own.data, self._num_parts, own.fewest_rows)
 
-        def weighted(part, rows, total):
+        def weighted(microbatch, rows, total):
             share = tf.cast(rows, tf.float64) / tf.cast(total, tf.float64)
             with self.computing():
-                found = function(part)
-            return [t * tf.cast(share, t.dtype) for t in found]
+                means = function(microbatch)
+            return [t * tf.cast(share, t.dtype) for t in means]
 
-        with self.processes.passing(self.state, own):
+        with self.workers.passing(self.state, own):
             sums = parts.sum_traced(weighted, own.rows)
-        return replicas.mean(self.processes.total(sums, own))
+        return mean_over_replicas(self.workers.total(sums, own))
 
     def gradient(
         self,
@@ -136,25 +155,27 @@ class Derivatives(abc.ABC):
         at: Tensors | None = None,
     ) -> tuple[tf.Tensor, Tensors]:
         """The loss, and its gradient; see `gradient`."""
-        self.look_once(batch)
         wrt = self.variables if wrt is None else wrt
+        if self._is_idle:
+            return tf.zeros([]), self._stand_ins(wrt)
+        self.look_once(batch)
         scale = self._scale
 
-        def of_part(part):
+        def of_microbatch(microbatch):
             values = self._substitutes(wrt, at)
             sources = [values[id(variable)] for variable in wrt]
-            # Gradients within as well: they may run parts of the loss again.
-            with passes.Substituted(values):
+            # Gradients within as well: they may run some of the loss again.
+            with Substituted(values):
                 with _watching(sources) as tape:
-                    loss = self.loss_of(part)
+                    loss = self.loss_of(microbatch)
                     scaled = _scaled(loss, scale)
-                found = tape.gradient(scaled, sources)
-            found = self._dense(found, sources, wrt)
-            self._hold_back(found)
-            return [loss, *found]
+                gradients = tape.gradient(scaled, sources)
+            gradients = self._dense(gradients, sources, wrt)
+            self._hold_back(gradients)
+            return [loss, *gradients]
 
-        loss, *found = self.mean(of_part, batch)
-        return loss, _unscaled(found, scale)
+        loss, *gradients = self.mean(of_microbatch, batch)
+        return loss, _unscaled(gradients, scale)
 
     def directional_gradient(
         self,
@@ -180,6 +201,8 @@ class Derivatives(abc.ABC):
         Raises:
             ValueError: If an operator has no second derivative.
         """
+        if self._is_idle:
+            return self._stand_ins(wrt, direction)
         self.look_once(batch)
         scale = self._scale
         norm: Any = None
@@ -188,33 +211,33 @@ class Derivatives(abc.ABC):
             norm = tf.linalg.global_norm(direction)
             direction = [tf.math.divide_no_nan(d, norm) for d in direction]
 
-        def of_part(part):
+        def of_microbatch(microbatch):
             values = self._substitutes(wrt, at)
             own = [values[id(variable)] for variable in self.variables]
             sources = [values[id(variable)] for variable in wrt]
-            with passes.Substituted(values):
+            with Substituted(values):
                 with _watching(sources) as outer:
                     with _watching(own) as inner:
-                        loss = _scaled(self.loss_of(part), scale)
+                        loss = _scaled(self.loss_of(microbatch), scale)
                     gradient = inner.gradient(loss, own)
                     gradient = self._dense(gradient, own, self.variables)
                     self._hold_back(gradient, differentiated=True)
                 # Not of an inner product: ones for each weight would be kept.
-                found = outer.gradient(
+                products = outer.gradient(
                     gradient, sources, output_gradients=direction
                 )
-            found = self._dense(found, sources, wrt)
-            self._hold_back(found)
-            return found
+            products = self._dense(products, sources, wrt)
+            self._hold_back(products)
+            return products
 
         with self.replayed(batch), self._explained():
             # Else the forward pass would run ahead of what asks for it.
             eager = tf.executing_eagerly()
             with tf.control_dependencies([] if eager else direction):
-                found = self.mean(of_part, batch)
+                products = self.mean(of_microbatch, batch)
         if scale is not None:
-            found = [t * norm for t in found]
-        return _unscaled(found, scale)
+            products = [t * norm for t in products]
+        return _unscaled(products, scale)
 
     @contextlib.contextmanager
     def replayed(
@@ -229,23 +252,44 @@ class Derivatives(abc.ABC):
         """
         self.look_once(batch)
         around = self._entry
-        after = passes.read(self.state) if around is None else around
-        self._local.entry = after if state is None else state
+        after = read(self.state) if around is None else around
         try:
-            yield
+            with self._set("entry", after if state is None else state):
+                yield
         finally:
-            self._local.entry = around
-            self._rewind(after)
+            assign(self.state, after)
+
+    def scaled(self, scale: tf.Tensor | None) -> Context:
+        """Multiplies the loss within passes, and divides their results."""
+        return self._set("scale", scale)
 
     @contextlib.contextmanager
-    def scaled(self, scale: tf.Tensor | None) -> Iterator[None]:
-        """Multiplies the loss within passes, and divides their results."""
-        before = self._scale
-        self._local.scale = scale
+    def idle(self) -> Iterator[None]:
+        """Within, passes compute nothing, but give other numbers of the same
+        shapes, in the threads of all replicas."""
+        self._is_idle = True
         try:
             yield
         finally:
-            self._local.scale = before
+            self._is_idle = False
+
+    def _stand_ins(self, wrt: list, direction: Iterable = ()) -> Tensors:
+        self.reached.update(map(id, wrt))
+        # So that the direction, of another level, is computed.
+        number: Any = sum(map(tf.reduce_mean, direction), 0.0)
+        # Not the values themselves, which take no memory of their own.
+        return [value / 2 + tf.cast(number, value.dtype) for value in read(wrt)]
+
+    @contextlib.contextmanager
+    def _set(self, name: str, value: Any) -> Iterator[None]:
+        """Within, this thread's passes find a value."""
+        values = vars(self._local)
+        before = values.get(name)
+        values[name] = value
+        try:
+            yield
+        finally:
+            values[name] = before
 
     @property
     def _scale(self) -> tf.Tensor | None:
@@ -256,19 +300,14 @@ class Derivatives(abc.ABC):
         """The state that each pass starts from, if not as it is."""
         return vars(self._local).get("entry")
 
-    def _rewind(self, state: Tensors) -> None:
-        for variable, value in zip(self.state, state, strict=True):
-            assign(variable, value)
-
     def _substitutes(
         self, wrt: list, at: Tensors | None
     ) -> dict[int, tf.Tensor]:
         """By `id`, the values of the level's variables and of `wrt`."""
         own = [id(variable) for variable in self.variables]
-        known = dict(zip(own, at or self.values(), strict=True))
-        others = [v for v in wrt if id(v) not in known]
-        values = passes.read(others)
-        return known | dict(zip(map(id, others), values, strict=True))
+        values = dict(zip(own, at or self.values(), strict=True))
+        others = [v for v in wrt if id(v) not in values]
+        return values | dict(zip(map(id, others), read(others), strict=True))
 
     def _hold_back(
         self, gradients: Tensors, differentiated: bool = False

@@ -1,8 +1,8 @@
 """Turns the levels' data into one stream: a batch or a stack for each level.
 
 A level that takes several batches before the top level's update gets them
-stacked, `(count, rows, ...)`, so that one element is one update of the top
-level, and one traced step computes it.
+stacked, `(count, batch size, ...)`, so that one element is one update of the
+top level, and one traced step computes it.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ def check(data: Any, names: Iterable[str]) -> None:
 
 
 def first_batches(data: dict[str, Any]) -> dict[str, Any]:
-    """The types of each level's first batch, with its rows."""
+    """The types of each level's first batch, of which `data` may have one."""
     return {
         name: batches.specs_of(
             next(iter(each.take(1)))
@@ -45,6 +45,28 @@ def first_batches(data: dict[str, Any]) -> dict[str, Any]:
         )
         for name, each in data.items()
     }
+
+
+def element_specs(
+    specs: dict[str, Any], counts: dict[str, int], replicas: int
+) -> dict[str, Any]:
+    """The types of what a replica's step is given: an element of `stream`.
+
+    Args:
+        specs: For each level's name, the types of a batch.
+        counts: For each level's name, the batches that it takes.
+        replicas: How many replicas there are.
+    """
+
+    def stacked(name):
+        batch, count = batches.part_of(specs[name], replicas), counts[name]
+        if count == 1:
+            return batch
+        return keras.tree.map_structure(
+            lambda spec: tf.TensorSpec([count, *spec.shape], spec.dtype), batch
+        )
+
+    return {name: stacked(name) for name in specs}
 
 
 def stream(
@@ -59,23 +81,23 @@ def stream(
         data: For each level's name, its data set of batches.
         counts: For each level's name, the batches that it takes.
         repeat: Whether each data set starts again when it is over.
-        strategy: Each of its replicas gets its share of a batch's rows.
+        strategy: Each of its replicas gets its share of a batch's examples.
 
     Returns:
         The data set, and the steps of an epoch if Keras has to be told.
 
     Raises:
-        ValueError: If batches differ in their rows where they must not.
+        ValueError: If batches differ in size where they must not.
     """
-    parts = {}
+    replicas = strategy.num_replicas_in_sync
+    sets = {}
     for name, dataset in data.items():
-        _check_rows(name, dataset, counts[name], strategy.num_replicas_in_sync)
+        _check_size(name, dataset, counts[name], replicas)
         dataset = dataset.repeat() if repeat else dataset
         if counts[name] > 1:
             dataset = dataset.batch(counts[name], drop_remainder=True)
-        parts[name] = dataset
-    zipped = tf.data.Dataset.zip(parts)
-    replicas = strategy.num_replicas_in_sync
+        sets[name] = dataset
+    zipped = tf.data.Dataset.zip(sets)
     if replicas == 1:
         return zipped.prefetch(1), None
     # A step at the end of the data would be run by some replicas only.
@@ -94,30 +116,30 @@ def stream(
                 lambda t, axis=int(counts[name] > 1): tf.stack(
                     tf.split(t, replicas, axis)
                 ),
-                part,
+                batch,
             )
-            for name, part in element.items()
+            for name, batch in element.items()
         }
 
-    # Not by Keras, which would split a stack of batches instead of their rows.
+    # Not by Keras, which would split a stack instead of each of its batches.
     split_up = zipped.map(split).unbatch().prefetch(replicas)
     stream = strategy.distribute_datasets_from_function(lambda _: split_up)
     return stream, None if repeat else steps
 
 
-def _check_rows(name: str, dataset, count: int, replicas: int) -> None:
-    rows = batches.num_rows(dataset.element_spec)
-    if count > 1 and rows is None:
+def _check_size(name: str, dataset, count: int, replicas: int) -> None:
+    size = batches.num_rows(dataset.element_spec)
+    if count > 1 and size is None:
         raise ValueError(
             "Batches of a level that takes several of them at a time must "
-            "have equally many rows: use `batch(..., drop_remainder=True)`. "
-            f"Received: level '{name}', which takes {count} batches, with "
-            f"{dataset.element_spec}"
+            "have equally many examples: use `batch(..., "
+            f"drop_remainder=True)`. Received: level '{name}', which takes "
+            f"{count} batches, with {dataset.element_spec}"
         )
-    if replicas > 1 and (rows is None or rows % replicas):
+    if replicas > 1 and (size is None or size % replicas):
         raise ValueError(
-            "The rows of a batch must be a multiple of the number of "
-            "replicas: use `batch(..., drop_remainder=True)` with such a "
-            f"size. Received: level '{name}' with batches of {rows} rows, "
-            f"for {replicas} replicas"
+            "The batch size must be a multiple of the number of replicas: use "
+            "`batch(..., drop_remainder=True)` with such a size. Received: "
+            f"level '{name}' with batches of {size} examples, for {replicas} "
+            "replicas"
         )

@@ -1,4 +1,4 @@
-"""How a gradient passes through a level: one object for each way.
+"""How a gradient passes through a level: one object for each option.
 
 A level's variables w minimise its loss L(w, x), where x are the variables of
 another level. By the implicit function theorem, a gradient v with regard to w
@@ -7,15 +7,14 @@ becomes, with regard to x,
     -d/dx <dL/dw, u>,  where H u = v and H is the Hessian of L in w
 
 (Lorraine, Vicol and Duvenaud, AISTATS 2020, arXiv:1911.02590). The objects
-differ in u. All derivatives are exact, those of a batch in parts included, and
-none of them moves a weight. What this module does not do: estimate gradients
-of losses that have none, as reinforcement learning does.
+differ in u. All derivatives are exact, those of a batch in micro-batches
+included, and none of them moves a weight. What this module does not do:
+estimate gradients of losses that have none, as reinforcement learning does.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
-from typing import Protocol
 
 import tensorflow as tf
 
@@ -23,32 +22,10 @@ from kmem.base.checks import is_integer
 from kmem.base.checks import is_real
 from kmem.base.checks import positive_int
 from kmem.base.checks import set_fields
-from kmem.multilevel import replicas
+from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
+from kmem.multilevel.workers import num_replicas
 from kmem.step.parts import zeros
-
-
-class Problem(Protocol):
-    """What is needed of a level."""
-
-    name: str
-    optimizer: Any
-
-    @property
-    def variables(self) -> list: ...
-
-    @property
-    def computes_in_16_bits(self) -> bool: ...
-
-    def values(self) -> Tensors: ...
-
-    def replayed(self, batch, state=None) -> Any: ...
-
-    def gradient(self, batch, wrt=None, at=None) -> Tensors: ...
-
-    def directional_gradient(
-        self, batch, direction, wrt, at=None
-    ) -> Tensors: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +44,7 @@ class Identity:
     """
 
     def __call__(
-        self, vector: Tensors, level: Problem, batch: Any, wrt: list
+        self, vector: Tensors, level: Derivatives, batch: Any, wrt: list
     ) -> Tensors:
         """Takes a gradient through a level.
 
@@ -115,7 +92,7 @@ class FiniteDifference:
             _check_positive(self.alpha, "alpha")
 
     def __call__(
-        self, vector: Tensors, level: Problem, batch: Any, wrt: list
+        self, vector: Tensors, level: Derivatives, batch: Any, wrt: list
     ) -> Tensors:
         """Takes a gradient through a level; see `Identity`."""
         alpha = self.alpha or (0.1 if level.computes_in_16_bits else 0.01)
@@ -169,7 +146,7 @@ class Neumann:
         _check_positive(self.alpha, "alpha")
 
     def __call__(
-        self, vector: Tensors, level: Problem, batch: Any, wrt: list
+        self, vector: Tensors, level: Derivatives, batch: Any, wrt: list
     ) -> Tensors:
         """Takes a gradient through a level; see `Identity`."""
 
@@ -220,7 +197,7 @@ class ConjugateGradient:
         _check_positive(self.tolerance, "tolerance")
 
     def __call__(
-        self, vector: Tensors, level: Problem, batch: Any, wrt: list
+        self, vector: Tensors, level: Derivatives, batch: Any, wrt: list
     ) -> Tensors:
         """Takes a gradient through a level; see `Identity`."""
         start = _dot(vector, vector)
@@ -251,24 +228,24 @@ class ConjugateGradient:
             return _mixed(solution, level, batch, wrt)
 
 
-def _mixed(vector: Tensors, level: Problem, batch, wrt: list) -> Tensors:
+def _mixed(vector: Tensors, level: Derivatives, batch, wrt: list) -> Tensors:
     return [-p for p in level.directional_gradient(batch, vector, wrt)]
 
 
 def _repeated(count: int, body: Callable, state: tuple) -> tuple:
     """`body` applied to `state` again and again."""
-    if tf.executing_eagerly() or replicas.num_replicas() > 1:
+    if tf.executing_eagerly() or num_replicas() > 1:
         # Replicas cannot meet within a loop of a graph.
         for _ in range(count):
             state = body(*state)
         return state
-    _, *found = tf.while_loop(
+    _, *final = tf.while_loop(
         lambda i, *state: i < count,
         lambda i, *state: (i + 1, *body(*state)),
         (0, *state),
         parallel_iterations=1,
     )
-    return tuple(found)
+    return tuple(final)
 
 
 def _in_graph(tensors: Tensors) -> Tensors:

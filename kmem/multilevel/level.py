@@ -16,13 +16,11 @@ import tensorflow as tf
 from kmem import precision
 from kmem.base.checks import is_real
 from kmem.base.checks import positive_int
-from kmem.multilevel import losses
-from kmem.multilevel import passes
-from kmem.multilevel import planned
+from kmem.multilevel import loss as losses
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
 from kmem.multilevel.hypergradients import Identity
-from kmem.multilevel.unrolled import Step
+from kmem.multilevel.level_plan import LevelPlan
 from kmem.multilevel.unrolled import Unrolled
 from kmem.options import MemoryOptions
 from kmem.step import capture
@@ -37,8 +35,8 @@ class Level(Derivatives):
         model: A `keras.Model`. Its trainable variables are what the level
             learns.
         loss: A function of a batch, `loss(x, y)` for batches `(x, y)`, that
-            returns a scalar: a mean over the batch's rows. It calls whatever
-            models it likes, those of other levels included.
+            returns a scalar: a mean over the batch's examples. It calls
+            whatever models it likes, those of other levels included.
         optimizer: A `keras.optimizers.Optimizer`, or the name of one.
         name: The level's name; the model's by default.
         unroll_steps: The level's updates before the level above makes one.
@@ -48,7 +46,7 @@ class Level(Derivatives):
             level was before, and make one update, with the last batch.
         tasks_per_update: One update for this many rounds of the levels below,
             with the mean of the gradients after each.
-        microbatches: Compute each batch in this many parts.
+        microbatches: Compute each batch in this many micro-batches.
         gradient_accumulation_steps: One update for this many of the loader's
             batches, equal to that of their union.
         mixed_precision: As in `kmem.Model.fit`, for all of the program's
@@ -144,8 +142,8 @@ class Level(Derivatives):
             Unrolled.check(self)
         # Those that its loss may call; the program knows them all.
         self.models = [model]
-        self.planned: planned.Planned | None = None
-        self._looked: passes.Looking | None = None
+        self.plan: LevelPlan | None = None
+        self._looked: losses.Looking | None = None
 
     @property
     def num_batches(self) -> int:
@@ -163,11 +161,6 @@ class Level(Derivatives):
         return isinstance(self.hypergradient, Unrolled)
 
     @property
-    def steps(self) -> list[Step]:
-        """Its updates since the level above made its last one."""
-        return vars(self._local).setdefault("steps", [])
-
-    @property
     def computes_in_16_bits(self) -> bool:
         """Whether its loss is computed in 16 bits."""
         return (
@@ -175,24 +168,24 @@ class Level(Derivatives):
             or self.model.compute_dtype in _SIXTEEN_BITS
         )
 
-    def look_once(self, batch: Any) -> None:
-        """Looks at the loss, if that was not done."""
-        if self._looked is None:
-            self.look(batch)
-
     @property
     def state(self) -> list:
         """Keras's variables that the loss assigns, such as random seeds."""
         return list(self._looked.assigned.values()) if self._looked else []
 
+    def look_once(self, batch: Any) -> None:
+        """Looks at the loss, if that was not done."""
+        if self._looked is None:
+            self.look(batch)
+
     def look(
         self, batch: Any, mode: Literal["eager", "graph", "xla"] = "graph"
-    ) -> passes.Looking:
+    ) -> losses.Looking:
         """Traces the loss, builds what it calls, and draws what can be planned.
 
         Args:
             batch: A batch, or its `tf.TensorSpec`s; with `remat`, one of the
-                parts in which batches are computed.
+                micro-batches in which batches are computed.
             mode: How steps will run.
 
         Returns:
@@ -202,21 +195,22 @@ class Level(Derivatives):
             ValueError: If the loss is no scalar, if the level has nothing to
                 learn, or if `remat` is a plan for another model.
         """
-        self.planned = None
-        looking = passes.Looking()
-        calls: planned.Calls = []
+        self.plan = None
+        looking = losses.Looking()
+        calls: list[tuple[keras.Model, Any]] = []
 
         def trace(batch):
             noting = losses.noting_calls(self.models, calls)
             with self.computing(), looking, noting:
                 self.loss_of(batch)
 
+        specs = keras.tree.map_structure(_spec, batch)
         # Not a part of a step that may be in the making. Without one this
         # would only stop tapes of the loss's own.
         eager = tf.executing_eagerly()
         outside = contextlib.nullcontext() if eager else tf.init_scope()
         with outside, self.model.distribute_strategy.scope():
-            losses.trace(trace, batch)
+            tf.function(trace, autograph=False).get_concrete_function(specs)
         if not self.variables:
             raise ValueError(
                 "A level must have trainable variables: give it another "
@@ -226,9 +220,7 @@ class Level(Derivatives):
         self._looked = looking
         remat = self.options.remat
         if remat is not None:
-            self.planned = planned.Planned(
-                self.name, calls, remat, self._mixed, mode
-            )
+            self.plan = LevelPlan(self.name, calls, remat, self._mixed, mode)
         return looking
 
     @contextlib.contextmanager
@@ -237,8 +229,8 @@ class Level(Derivatives):
         with contextlib.ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(self._mixed(model))
-            if self.planned is not None:
-                stack.enter_context(self.planned.applied())
+            if self.plan is not None:
+                stack.enter_context(self.plan.applied())
             if self.options.mixed_precision is not None:
                 # What models give to each other, and to the loss.
                 stack.enter_context(losses.giving_32_bits(self.models))
@@ -246,9 +238,8 @@ class Level(Derivatives):
 
     def loss_of(self, batch: Any) -> tf.Tensor:
         """The loss of a batch."""
-        arguments = (batch,)
-        if isinstance(batch, tuple | list):
-            arguments = tuple(batch)
+        is_tuple = isinstance(batch, tuple | list)
+        arguments = tuple(batch) if is_tuple else (batch,)
         return losses.value(self.loss, arguments, self.name)
 
     def clipped(self, gradients: Tensors) -> Tensors:
@@ -271,3 +262,9 @@ class Level(Derivatives):
         exclude = [name for name in option.exclude if name not in elsewhere]
         option = dataclasses.replace(option, exclude=tuple(exclude))
         return precision.applied(model, option)
+
+
+def _spec(leaf) -> tf.TypeSpec:
+    if isinstance(leaf, tf.TypeSpec):
+        return leaf
+    return tf.type_spec_from_value(tf.convert_to_tensor(leaf))

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from kmem import memory
+from kmem.base.sizes import format_size
 from kmem.graph import releasing
 from kmem.keras_graph import profiling
-from kmem.multilevel import edges as finding
 from kmem.multilevel import feeding
-from kmem.multilevel import rehearsing
-from kmem.multilevel import reporting
-from kmem.multilevel import scaling
-from kmem.multilevel import together
+from kmem.multilevel import level_plan
+from kmem.multilevel import structure
+from kmem.multilevel import workers
 from kmem.multilevel.level import Level
 from kmem.multilevel.rounds import Round
-from kmem.multilevel.rounds import Structure
 from kmem.options import MemoryOptions
 from kmem.options import Sharding
 from kmem.sharding.engine import engine
@@ -83,7 +83,7 @@ class Program(keras.Model):
         name: str | None = None,
     ):
         super().__init__(name=name)
-        _check(levels)
+        structure.check_levels(levels)
         self.levels = list(levels)
         self._wanted_edges: Any = edges if edges == "infer" else list(edges)
         self._models = [level.model for level in levels]
@@ -92,7 +92,7 @@ class Program(keras.Model):
         ]
         self._optimizers = [level.optimizer for level in levels]
         self._structure: Any = None
-        self._parts: dict[str, Any] = {}
+        self._element: dict[str, Any] = {}
         self._prepared_for: tuple | None = None
         self._validation_model: Any = None
         self.compile()
@@ -140,33 +140,41 @@ class Program(keras.Model):
         replans = any(level.options.remat is not None for level in self.levels)
         if self._structure is not None and not replans:
             return
-        rows = feeding.first_batches(data)
+        specs = feeding.first_batches(data)
         mode = profiling.mode(self)
-        prepared_for = mode, batches.to_json(rows)
+        prepared_for = mode, batches.to_json(specs)
         if prepared_for == self._prepared_for:
             return
         self.train_function = None
         strategy = self.distribute_strategy
-        parts = {}
+        replicas = strategy.num_replicas_in_sync
+        microbatches = {}
         for level in self.levels:
             level.models = [each.model for each in self.levels]
-            count = level.options.num_parts
-            count *= strategy.num_replicas_in_sync
-            parts[level.name] = batches.part_of(rows[level.name], count)
-        found = finding.find(self.levels, parts, mode)
+            count = level.options.num_parts * replicas
+            microbatches[level.name] = batches.part_of(specs[level.name], count)
+        edges = structure.find_edges(self.levels, microbatches, mode)
         if self._wanted_edges != "infer":
-            found = finding.chosen(self.levels, found, self._wanted_edges)
+            edges = structure.choose_edges(
+                self.levels, edges, self._wanted_edges
+            )
         if self._structure is None:
             with strategy.scope():
-                self._optimizers = scaling.optimizers(self.levels, found)
-            self._structure = Structure(self.levels, found, self._optimizers)
-        self._parts = parts
+                self._structure = structure.Structure(self.levels, edges)
+            self._optimizers = self._structure.optimizers
+        self._element = feeding.element_specs(specs, self._counts(), replicas)
         self.built = True
-        rehearsing.keep_budgets(self, self._structure, rows)
-        if mode == "eager":
+        level_plan.plan_within_budgets(self, self._structure, self._element)
+        if mode == "eager" and replicas == 1:
             # Else a step is traced before any level is updated, too.
-            rehearsing.trace(self, self._structure, rows)
+            step = tf.function(self.train_step, autograph=False)
+            step.get_concrete_function(self._element)
         self._prepared_for = prepared_for
+
+    def _counts(self) -> dict[str, int]:
+        """For each level's name, the batches that a step takes."""
+        names = (level.name for level in self.levels)
+        return dict(zip(names, self._structure.num_batches, strict=True))
 
     def summary(
         self,
@@ -175,8 +183,11 @@ class Program(keras.Model):
     ) -> None:
         """Prints the levels, what reads what, and what an update needs.
 
-        The peaks are estimated, from a trace; see
-        `kmem.multilevel.reporting`.
+        A level's peak is the device's in a step in which only this level
+        computes, which is what its `remat` has to stay within. It is measured
+        by a dry run on random data, which leaves no trace; "-" is one that
+        cannot be measured, and "too much" one that the device has no memory
+        for.
 
         Args:
             data: As in `prepare`; needed if that was not called, nor `fit`.
@@ -192,7 +203,15 @@ class Program(keras.Model):
                 "`summary` needs to know what the levels are given: call "
                 "`summary(data)` with what `fit` gets. Received: data=None"
             )
-        print_fn(reporting.summary(self._structure, self._parts))
+        peaks = [self._peak(level) for level in self.levels]
+        print_fn(self._structure.table(peaks))
+
+    def _peak(self, level: Level) -> str:
+        """The peak of a step in which only one level computes."""
+        if not memory.is_counted():
+            return "-"
+        step = level_plan.measure(self, self._structure, level, self._element)
+        return "too much" if step is None else format_size(step.peak_bytes)
 
     def fit(
         self,
@@ -226,17 +245,17 @@ class Program(keras.Model):
             ValueError: If the data are not the levels', or a level cannot be
                 trained. Nothing has been changed then.
         """
-        names = [level.name for level in self.levels]
-        feeding.check(x, names)
+        feeding.check(x, [level.name for level in self.levels])
         self._set_validation_model(validation_data, validation_model)
         option = MemoryOptions(sharding=sharding).sharding
         if option is None and self._structure is not None:
-            together.make_whole(self.levels, self._optimizers)
+            workers.make_whole(self.levels, self._optimizers)
         self.prepare(x)
-        structure: Any = self._structure
-        counts = dict(zip(names, structure.num_batches, strict=True))
         stream, steps = feeding.stream(
-            x, counts, steps_per_epoch is not None, self.distribute_strategy
+            x,
+            self._counts(),
+            steps_per_epoch is not None,
+            self.distribute_strategy,
         )
         # The data sets shuffle, if they are told to.
         kwargs.setdefault("shuffle", False)
@@ -259,12 +278,12 @@ class Program(keras.Model):
         if option is None:
             yield
             return
-        together.check(self, self.levels, option)
+        workers.check(self, self.levels, option)
         # They are traced with variables as they are then.
         functions = self.train_function, self.test_function
         self.train_function = self.test_function = None
         try:
-            with together.in_shards(self.levels, self._optimizers, option):
+            with workers.in_shards(self.levels, self._optimizers, option):
                 self.make_train_function()
                 step: Any = self.train_function
                 times = self.steps_per_execution
@@ -313,10 +332,9 @@ class Program(keras.Model):
     def _seeds(self) -> list:
         """Variables that no layer saves, those of the losses included."""
         used = [v for level in self.levels for v in level.state]
-        found = {id(v): v for v in (*self.variables, *used)}
-        for variable in self.weights:
-            found.pop(id(variable), None)
-        return list(found.values())
+        saved = {id(v) for v in self.weights}
+        seeds = {id(v): v for v in (*self.variables, *used)}
+        return [v for key, v in seeds.items() if key not in saved]
 
     def evaluate(self, *args, **kwargs):
         """Evaluates the `validation_model` of the last `fit`.
@@ -356,23 +374,3 @@ class Program(keras.Model):
         if model is not self._validation_model:
             self._validation_model = model
             self.test_function = None
-
-
-def _check(levels) -> None:
-    if not isinstance(levels, list | tuple) or not levels:
-        raise ValueError(
-            "`levels` must be a list of levels, lowest first: levels that read "
-            "each other have no order of their own. "
-            f"Received: levels={levels!r}"
-        )
-    for level in levels:
-        if not isinstance(level, Level):
-            raise ValueError(
-                f"`levels` must be a list of `Level`s. Received: {level!r}"
-            )
-    names = [level.name for level in levels]
-    if len(set(names)) < len(names):
-        raise ValueError(
-            "Levels must have different names: give them `name=...`. "
-            f"Received: {names}"
-        )

@@ -6,83 +6,31 @@ levels below, which have just been updated.
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
+from typing import NamedTuple
 from typing import NoReturn
 
 import keras
 import tensorflow as tf
+from keras.optimizers import LossScaleOptimizer
 
-from kmem.base.private_keras import assign
-from kmem.multilevel import passes
-from kmem.multilevel import replicas
-from kmem.multilevel import scaling
 from kmem.multilevel import unrolled
 from kmem.multilevel.derivatives import Tensors
-from kmem.multilevel.edges import Edges
-from kmem.multilevel.edges import Tree
-from kmem.multilevel.edges import parents
-from kmem.multilevel.edges import paths
-from kmem.multilevel.edges import routes
 from kmem.multilevel.level import Level
+from kmem.multilevel.loss import assign
+from kmem.multilevel.loss import read
+from kmem.multilevel.structure import Structure
+from kmem.multilevel.structure import Tree
+from kmem.multilevel.structure import routes
+from kmem.multilevel.workers import num_replicas
 
 # From so many steps on they are a loop: a traced step is not small.
 _LOOPED_STEPS = 4
 
 
-class Structure:
-    """Levels in their order, and how they are connected.
-
-    Args:
-        levels: The levels, lowest first.
-        edges: Which level reads which.
-        optimizers: The levels' optimizers, or what scales their losses.
-
-    Attributes:
-        trees: For each level, where its loss's gradient passes through.
-        children: For each level, the levels that step before it does.
-        num_updates: For each level, its updates in a round.
-        num_batches: For each level, the loader's batches in a round.
-    """
-
-    def __init__(self, levels: list[Level], edges: Edges, optimizers: list):
-        self.levels = levels
-        self.edges = edges
-        self.optimizers = optimizers
-        numbers = range(len(levels))
-        self.trees = [paths(edges, number) for number in numbers]
-        above = parents(edges, len(levels))
-        self.children = [
-            [child for child, parent in enumerate(above) if parent == number]
-            for number in numbers
-        ]
-        self.num_updates = [1] * len(levels)
-        for number in reversed(numbers[:-1]):
-            parent = above[number]
-            rounds = self.num_updates[parent] * levels[parent].tasks_per_update
-            self.num_updates[number] = rounds * levels[number].unroll_steps
-        self.num_batches = [
-            count * level.tasks_per_update * level.num_batches
-            for count, level in zip(self.num_updates, levels, strict=True)
-        ]
-
-    def batches_in_update(self, number: int) -> dict[int, int]:
-        """The loader's batches in an update of a level, and those that the
-        levels below take meanwhile."""
-        found = {}
-        waiting = [number]
-        while waiting:
-            level = waiting.pop()
-            count = self.num_batches[level] // self.num_updates[number]
-            found[level] = count
-            waiting += self.children[level]
-        return found
-
-
-@dataclasses.dataclass
-class _Last:
+class _Last(NamedTuple):
     """A level's last batch, and its loss's state before that."""
 
     batch: Any
@@ -102,7 +50,7 @@ class Round:
         self,
         structure: Structure,
         data: dict[str, Any],
-        note: Callable[[int, tf.Tensor], Any] | None = None,
+        note: Callable[[int, tf.Tensor], Any],
     ):
         self._structure = structure
         self._levels = structure.levels
@@ -116,33 +64,37 @@ class Round:
         """Updates a level, once the levels below have been."""
         level = self._levels[number]
         children = self._structure.children[number]
-        starts = {
-            child: _Start(
-                self._levels[child], self._structure.optimizers[child]
-            )
+        # What levels that roll back were before their steps.
+        starts = [
+            (child, variables, read(variables))
             for child in children
             if self._levels[child].roll_back
-        }
+            for variables in [self._trained(child)]
+        ]
         sums: Tensors = []
         for _ in range(level.tasks_per_update):
             for child in children:
                 self._levels[child].steps.clear()
                 self._take_steps(child)
-            found = self.gradient(number, self._next_batch(number))
-            sums = list(map(tf.add, sums, found)) if sums else found
-        gradients = [t / level.tasks_per_update for t in sums]
-        self._apply(number, gradients)
-        for child, start in starts.items():
-            start.restore()
-            found = self.gradient(child, self._last[child].batch)
-            self._apply(child, found)
+            gradients = self._gradient(number, self._next_batch(number))
+            sums = list(map(tf.add, sums, gradients)) if sums else gradients
+        self._apply(number, [t / level.tasks_per_update for t in sums])
+        for child, variables, values in starts:
+            assign(variables, values)
+            batch = self._last[child].batch
+            self._apply(child, self._gradient(child, batch))
+
+    def _trained(self, number: int) -> list:
+        """What steps of a level change."""
+        optimizer = self._structure.optimizers[number]
+        return [*self._levels[number].model.variables, *optimizer.variables]
 
     def _take_steps(self, number: int) -> None:
         """All updates of a level before one of the level above."""
         level = self._levels[number]
         count = level.unroll_steps
         # Replicas cannot meet within a loop of a graph.
-        plainly = tf.executing_eagerly() or replicas.num_replicas() > 1
+        plainly = tf.executing_eagerly() or num_replicas() > 1
         if count >= _LOOPED_STEPS and not (plainly or level.keeps_steps):
             self._loop(number, count - 1)
             # Outside: gradients that pass through the level start from it.
@@ -169,45 +121,30 @@ class Round:
         )
         take(count)
 
-    def start_from(self, number: int, batch: Any) -> None:
-        """Takes a level's last batch to be this one."""
-        state = passes.read(self._levels[number].state)
-        self._last[number] = _Last(batch, state)
-
-    def noted(self, number: int, gradients: Tensors) -> unrolled.Step | None:
-        """A level's update with its last batch, if steps are wanted."""
-        level, last = self._levels[number], self._last[number]
-        if not level.keeps_steps:
-            return None
-        return unrolled.noted(level, last.batch, last.state, gradients)
-
-    def gradient(self, number: int, batch: Any) -> Tensors:
+    def _gradient(self, number: int, batch: Any) -> Tensors:
         """The gradient of a level's loss, along all paths.
 
-        Args:
-            number: The level's.
-            batch: Its batch; those of the levels below are their last ones.
+        The batches of the levels below are their last ones.
         """
         level, tree = self._levels[number], self._structure.trees[number]
-        self.start_from(number, batch)
+        self._last[number] = _Last(batch, read(level.state))
         wrt = [*level.variables]
         for other in tree:
             wrt += self._levels[other].variables
         for each in self._levels:
             each.reached.clear()
         with contextlib.ExitStack() as stack:
-            scale = scaling.scale(self._structure.optimizers[number])
+            scale = _scale(self._structure.optimizers[number])
             for each in self._levels:
                 stack.enter_context(each.scaled(scale))
-            loss, found = level.loss_and_gradient(batch, wrt)
-            total, *vectors = _split(found, [level, *self._at(tree)])
+            loss, gradients = level.loss_and_gradient(batch, wrt)
+            total, *vectors = _split(gradients, [level, *self._at(tree)])
             for other, vector in zip(tree, vectors, strict=True):
                 through = self._through(other, vector, tree[other], number)
                 total = list(map(tf.add, total, through))
         if not self._arrives(number, {number: None, **tree}):
             self._refuse_standing_still(number)
-        if self._note is not None:
-            self._note(number, loss)
+        self._note(number, loss)
         return total
 
     def _through(
@@ -218,12 +155,12 @@ class Round:
         targets = self._at(tree)
         wrt = [variable for each in targets for variable in each.variables]
         with level.replayed(last.batch, last.state):
-            found = level.hypergradient(vector, level, last.batch, wrt)
+            products = level.hypergradient(vector, level, last.batch, wrt)
         total: Tensors = []
-        for other, part in zip(tree, _split(found, targets), strict=True):
+        for other, each in zip(tree, _split(products, targets), strict=True):
             if other != top:
-                part = self._through(other, part, tree[other], top)
-            total = list(map(tf.add, total, part)) if total else part
+                each = self._through(other, each, tree[other], top)
+            total = list(map(tf.add, total, each)) if total else each
         return total
 
     def _arrives(self, number: int, tree: Tree) -> bool:
@@ -251,14 +188,16 @@ class Round:
         )
 
     def _apply(self, number: int, gradients: Tensors) -> None:
-        level = self._levels[number]
-        step = self.noted(number, gradients)
+        level, last = self._levels[number], self._last[number]
+        step = None
+        if level.keeps_steps:
+            step = unrolled.noted(level, last.batch, last.state, gradients)
         gradients = level.clipped(gradients)
         optimizer = self._structure.optimizers[number]
-        scale = scaling.scale(optimizer)
+        scale = _scale(optimizer)
         if scale is not None:
             gradients = [t * tf.cast(scale, t.dtype) for t in gradients]
-        level.processes.apply(optimizer, gradients, level.variables)
+        level.workers.apply(optimizer, gradients, level.variables)
         if step is not None:
             unrolled.finish(level, step)
 
@@ -278,16 +217,12 @@ class Round:
         return [self._levels[number] for number in numbers]
 
 
-class _Start:
-    """Where a level was before its steps."""
-
-    def __init__(self, level: Level, optimizer):
-        self._variables = [*level.model.variables, *optimizer.variables]
-        self._values = passes.read(self._variables)
-
-    def restore(self) -> None:
-        for variable, value in zip(self._variables, self._values, strict=True):
-            assign(variable, value)
+def _scale(optimizer) -> Any:
+    """What an optimizer divides gradients by, if by anything."""
+    scales = isinstance(optimizer, LossScaleOptimizer)
+    if not scales and optimizer.loss_scale_factor is None:
+        return None
+    return optimizer.scale_loss(tf.ones([]))
 
 
 def _split(tensors: Tensors, levels: list[Level]) -> list[Tensors]:

@@ -9,38 +9,15 @@ module does not do: other optimizers.
 
 import dataclasses
 from typing import Any
-from typing import Protocol
 
 import keras
 import tensorflow as tf
 
 from kmem.base import private_keras
-from kmem.multilevel import passes
+from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
+from kmem.multilevel.loss import read
 from kmem.step.parts import zeros
-
-
-class Stepping(Protocol):
-    """What is needed of a level."""
-
-    name: str
-    optimizer: Any
-
-    @property
-    def variables(self) -> list: ...
-
-    @property
-    def steps(self) -> list: ...
-
-    def values(self) -> Tensors: ...
-
-    def clipped(self, gradients: Tensors) -> Tensors: ...
-
-    def replayed(self, batch, state=None) -> Any: ...
-
-    def directional_gradient(
-        self, batch, direction, wrt, at=None
-    ) -> Tensors: ...
 
 
 @dataclasses.dataclass
@@ -68,11 +45,13 @@ class Step:
     made: Any = True
 
 
-def noted(level: Stepping, batch, state: Tensors, gradients: Tensors) -> Step:
+def noted(
+    level: Derivatives, batch, state: Tensors, gradients: Tensors
+) -> Step:
     """What is to be known of an update that is about to be made."""
     optimizer = level.optimizer
     values = level.values()
-    velocities = passes.read(optimizer.momentums if optimizer.momentum else [])
+    velocities = read(optimizer.momentums if optimizer.momentum else [])
     return Step(
         batch,
         state,
@@ -84,7 +63,7 @@ def noted(level: Stepping, batch, state: Tensors, gradients: Tensors) -> Step:
     )
 
 
-def finish(level: Stepping, step: Step) -> None:
+def finish(level: Derivatives, step: Step) -> None:
     """Adds an update to the level's, now that it was made, or was not."""
     step.made = tf.convert_to_tensor(level.optimizer.iterations) != step.number
     level.steps.append(step)
@@ -109,7 +88,7 @@ class Unrolled:
     """
 
     def __call__(
-        self, vector: Tensors, level: Stepping, batch: Any, wrt: list
+        self, vector: Tensors, level: Derivatives, batch: Any, wrt: list
     ) -> Tensors:
         """Takes a gradient through a level; see `Identity`.
 
@@ -133,21 +112,21 @@ class Unrolled:
                 level, step, of_weights, of_velocity
             )
             with level.replayed(step.batch, step.state):
-                found = level.directional_gradient(
+                products = level.directional_gradient(
                     step.batch,
                     of_gradient,
                     [*level.variables, *wrt],
                     at=step.values,
                 )
-            weights = list(map(tf.add, weights, found[:num_own]))
-            others = list(map(tf.add, of_others, found[num_own:]))
+            weights = list(map(tf.add, weights, products[:num_own]))
+            others = list(map(tf.add, of_others, products[num_own:]))
             of_weights = _if(step.made, weights, of_weights)
             of_velocity = _if(step.made, velocity, of_velocity)
             of_others = _if(step.made, others, of_others)
         return of_others
 
     @staticmethod
-    def check(level: Stepping) -> None:
+    def check(level: Derivatives) -> None:
         """Refuses updates whose adjoint this is not.
 
         Raises:
@@ -155,7 +134,7 @@ class Unrolled:
                 an update of every gradient, and of it alone.
         """
         optimizer = level.optimizer
-        found = [
+        settings = [
             f"{name}={getattr(optimizer, name)}"
             for name in (
                 "gradient_accumulation_steps",
@@ -163,19 +142,19 @@ class Unrolled:
             )
             if getattr(optimizer, name, None)
         ]
-        if type(optimizer) is not keras.optimizers.SGD or found:
+        if type(optimizer) is not keras.optimizers.SGD or settings:
             raise ValueError(
                 "`Unrolled` needs a level that is trained by "
                 "`keras.optimizers.SGD`, without `ema_overwrite_frequency` or "
                 "`gradient_accumulation_steps`, which the level itself has: "
                 "use that, or `Identity`, `Neumann` or `ConjugateGradient`. "
                 f"Received: level '{level.name}' with "
-                f"{type(optimizer).__name__} {' '.join(found)}".rstrip()
+                f"{type(optimizer).__name__} {' '.join(settings)}".rstrip()
             )
 
 
 def _through_update(
-    level: Stepping, step: Step, of_weights: Tensors, of_velocity: Tensors
+    level: Derivatives, step: Step, of_weights: Tensors, of_velocity: Tensors
 ) -> tuple[Tensors, Tensors, Tensors]:
     """The adjoint of an update: of its gradient, weights and velocity."""
     with tf.GradientTape(persistent=True) as tape:
@@ -196,7 +175,7 @@ def _through_update(
     return _if(is_zero, of_clipped, of_gradient), *rest
 
 
-def _clipped(level: Stepping, gradients: Tensors) -> Tensors:
+def _clipped(level: Derivatives, gradients: Tensors) -> Tensors:
     """The gradients as they are applied."""
     clip = getattr(level.optimizer, private_keras.CLIP)
     clipped = clip(level.clipped(gradients))
@@ -204,7 +183,7 @@ def _clipped(level: Stepping, gradients: Tensors) -> Tensors:
 
 
 def _updated(
-    level: Stepping, step: Step, gradients: Tensors
+    level: Derivatives, step: Step, gradients: Tensors
 ) -> tuple[Tensors, Tensors]:
     """What `keras.optimizers.SGD` makes of the weights and velocities."""
     optimizer = level.optimizer

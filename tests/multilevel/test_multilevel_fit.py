@@ -9,6 +9,7 @@ from keras import ops
 from multilevel_cases import MODES
 from multilevel_cases import Reweighting
 from multilevel_cases import Vector
+from multilevel_cases import train
 from multilevel_cases import two_levels
 
 import kmem
@@ -16,7 +17,6 @@ from kmem.multilevel import Identity
 from kmem.multilevel import Level
 from kmem.multilevel import Program
 from kmem.multilevel import Unrolled
-from kmem.multilevel import peaks
 
 
 def program(stopped_shares=False, **options):
@@ -134,37 +134,23 @@ def test_the_summary_shows_levels_edges_and_peaks():
     assert upper.startswith("reweight") and upper.endswith("reads classifier")
 
 
-def test_the_summary_estimates_unrolled_steps():
-    case = two_levels(lower={"hypergradient": Unrolled()})
+def test_the_summary_measures_unrolled_steps_in_the_middle_of_a_training():
+    lower = {"hypergradient": Unrolled()}
+    expected, logs = train(case=two_levels(lower=lower), epochs=1)
+    case = two_levels(lower=lower)
     lines = []
 
-    case.program.summary(case.data, print_fn=lines.append)
+    def summary(batch, logs):
+        if batch == 1 and not lines:
+            case.program.summary(print_fn=lines.append)
 
-    assert "Unrolled()" in lines[0]
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=summary)
+    weights, history = train(case=case, epochs=1, callbacks=[callback])
 
-
-def test_an_estimate_takes_tensors_that_are_shown_together_one_by_one():
-    @tf.function(autograph=False)
-    def product(x):
-        return tf.multiply(*tf.identity_n([x + 1.0, x + 2.0]))
-
-    spec = tf.TensorSpec([100])
-
-    graph = product.get_concrete_function(spec).graph
-    assert peaks.temporary_bytes(graph) == 3 * 400
-
-
-def test_a_copy_that_is_only_waited_for_holds_nothing_in_an_estimate():
-    @tf.function(autograph=False)
-    def run(x):
-        first = x + 1.0
-        second = tf.exp(x) * tf.reduce_sum(first)
-        with tf.control_dependencies([tf.identity(first)]):
-            return tf.sin(second)
-
-    graph = run.get_concrete_function(tf.TensorSpec([100])).graph
-    # Never three results, but for the sum.
-    assert peaks.temporary_bytes(graph) == 2 * 400 + 4
+    assert "B  Unrolled()" in lines[0]
+    assert history == logs
+    for one, other in zip(weights, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("mode", MODES)

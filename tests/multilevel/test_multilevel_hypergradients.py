@@ -159,7 +159,7 @@ def test_the_difference_is_something_else_with_a_stopped_gradient():
 @pytest.mark.parametrize(
     "microbatches, mode", [(2, "graph"), (4, "eager"), (5, "graph")]
 )
-def test_parts_of_a_batch_make_its_hypergradient(
+def test_micro_batches_make_the_hypergradient_of_a_batch(
     hypergradient, microbatches, mode
 ):
     whole, parts = Reweighting(), Reweighting(microbatches=microbatches)
@@ -189,7 +189,7 @@ def traced(case, hypergradient, vector, jit_compile=False):
 @pytest.mark.parametrize(
     "hypergradient", [Identity(), ConjugateGradient(2)], ids=name_of
 )
-def test_xla_computes_the_same_in_parts(hypergradient):
+def test_xla_computes_the_same_in_micro_batches(hypergradient):
     case = Reweighting(microbatches=5)
     vector = case.vector()
     expected = case.found(hypergradient, vector)

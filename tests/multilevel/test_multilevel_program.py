@@ -176,7 +176,9 @@ def test_a_step_is_no_larger_for_more_steps_of_a_level():
     ],
     ids=str,
 )
-def test_parts_and_groups_of_batches_train_as_the_whole(options, hypergradient):
+def test_micro_batches_and_groups_of_batches_train_as_the_whole(
+    options, hypergradient
+):
     lower = {"hypergradient": hypergradient}
     expected, _ = train(case=two_levels(lower=lower))
     case = two_levels(lower={**lower, **options}, upper=options)

@@ -1,12 +1,14 @@
-"""What computes a batch of a level: one process, or several of them together.
+"""What computes a batch of a level: a process, its replicas, or several of it.
 
-Each of several processes takes its rows of every batch, and what a pass gives
-is added up over all of them: losses, gradients and products with second
-derivatives are the whole batch's in every process. Weights and the optimizer's
-variables are in shards between passes (kmem/sharding); a pass reads whole
-weights, which are gathered when it begins. What this module does not do:
-gather weights layer by layer, as single models can. A second derivative would
-have to go through the gathering, whose gradient is cut.
+Each replica of a `tf.distribute` strategy takes equally many examples, and
+what a pass gives is the mean over them. Each of several processes takes its
+examples of every batch, and what a pass gives is added up over all of them:
+losses, gradients and products with second derivatives are the whole batch's
+in every process. Weights and the optimizer's variables are in shards between
+passes (kmem/sharding); a pass reads whole weights, which are gathered when it
+begins. What this module does not do: gather weights layer by layer, as single
+models can. A second derivative would have to go through the gathering, whose
+gradient is cut.
 """
 
 import contextlib
@@ -16,9 +18,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem.base.private_keras import assign
-from kmem.multilevel import passes
-from kmem.multilevel import replicas
+from kmem.multilevel.loss import assign
+from kmem.multilevel.loss import read
 from kmem.options import Sharding
 from kmem.sharding import refusals
 from kmem.sharding import training
@@ -28,6 +29,7 @@ from kmem.sharding.gathering import gathered
 from kmem.sharding.slices import Slices
 from kmem.sharding.training import ShardedTraining
 from kmem.sharding.variables import ShardedVariable
+from kmem.step import accumulation
 from kmem.step import patching
 from kmem.step.parts import num_rows
 from kmem.step.processes import Alone
@@ -40,22 +42,22 @@ _LARGE_BYTES = 2**18
 class OneProcess(Alone):
     """One process, or the replicas of a strategy."""
 
-    def passing(self, assigned: list, rows: Slice):
-        """The context of a pass.
-
-        Args:
-            assigned: What the loss assigns.
-            rows: The rows that are computed here.
-        """
+    def passing(self, assigned: list, batch: Slice):
+        """The context of a pass through some examples, in which a loss
+        assigns variables."""
         return contextlib.nullcontext()
 
-    def total(self, tensors: list, rows: Slice) -> list:
+    def total(self, tensors: list, batch: Slice) -> list:
         """The sums over all processes of what a pass gives."""
         return tensors
 
     def apply(self, optimizer, gradients: list, variables: list) -> None:
         """Updates variables by their whole gradients."""
-        with replicas.reduced_already(optimizer):
+        with contextlib.ExitStack() as stack:
+            if num_replicas() > 1:
+                # The same on all replicas already.
+                reduced = accumulation.without_reduction(optimizer)
+                stack.enter_context(reduced)
             optimizer.apply(gradients, variables)
 
 
@@ -74,37 +76,32 @@ class SeveralProcesses(Slices, OneProcess):
         self._weights = weights
 
     @contextlib.contextmanager
-    def passing(self, assigned, rows):
-        statistics = [
-            variable
-            for variable in assigned
-            if tf.as_dtype(variable.dtype).is_floating
-        ]
-        before = passes.read(statistics)
+    def passing(self, assigned, batch):
+        statistics = [v for v in assigned if tf.as_dtype(v.dtype).is_floating]
+        before = read(statistics)
         with self._gathered():
             yield
-        share = tf.cast(num_rows(rows.data), tf.float64)
-        share /= tf.cast(rows.rows, tf.float64)
+        share = tf.cast(num_rows(batch.data), tf.float64)
+        share /= tf.cast(batch.rows, tf.float64)
         changes = [
             (after - old) * tf.cast(share, old.dtype)
-            for old, after in zip(before, passes.read(statistics), strict=True)
+            for old, after in zip(before, read(statistics), strict=True)
         ]
-        changes = self.total(changes, rows)
-        for variable, old, change in zip(
-            statistics, before, changes, strict=True
-        ):
-            assign(variable, old + change)
+        totals = self.total(changes, batch)
+        assign(statistics, list(map(tf.add, before, totals)))
 
-    def total(self, tensors, rows):
-        is_large = [t.shape.num_elements() * t.dtype.size for t in tensors]
-        is_large = [size >= _LARGE_BYTES for size in is_large]
+    def total(self, tensors, batch):
+        is_large = [
+            t.shape.num_elements() * t.dtype.size >= _LARGE_BYTES
+            for t in tensors
+        ]
         small = [t for t, it in zip(tensors, is_large, strict=True) if not it]
         totals = iter(self._total(small, "small"))
         sums = [
             self._group.all_reduce(t, f"large {i}") if it else next(totals)
             for i, (t, it) in enumerate(zip(tensors, is_large, strict=True))
         ]
-        copies: Any = rows.copies
+        copies: Any = batch.copies
         return [t / tf.cast(copies, t.dtype) for t in sums]
 
     def apply(self, optimizer, gradients, variables):
@@ -162,35 +159,22 @@ def check(program: keras.Model, levels: list, option: Sharding) -> None:
 
 @contextlib.contextmanager
 def in_shards(levels: list, optimizers: list, option: Sharding):
-    """Within, the processes that TF_CONFIG names train levels together.
-
-    Args:
-        levels: The levels, built.
-        optimizers: What updates them.
-        option: How they are cut.
-    """
+    """Within, the processes that TF_CONFIG names train levels together."""
+    weights = [v for level in levels for v in level.model.weights]
     with contextlib.ExitStack() as stack:
+        trained = []
         for level, optimizer in zip(levels, optimizers, strict=True):
-            stack.enter_context(
-                patching.attribute(level.model, "optimizer", optimizer)
+            replaced = patching.attribute(level.model, "optimizer", optimizer)
+            stack.enter_context(replaced)
+            trained.append(
+                ShardedTraining(level.model, optimizer, option, num_batches=1)
             )
-        trained = [
-            ShardedTraining(level.model, optimizer, option, num_batches=1)
-            for level, optimizer in zip(levels, optimizers, strict=True)
-        ]
-        weights = [v for level in levels for v in level.model.weights]
         for level, each in zip(levels, trained, strict=True):
             each.start()
-            several = SeveralProcesses(each, weights)
-            stack.enter_context(patching.attribute(level, "processes", several))
-        try:
-            yield
-        except BaseException:
-            for each in trained:
-                each.stop(failed=True)
-            raise
-        for each in trained:
-            each.stop()
+            stack.push(lambda error, *_, each=each: each.stop(bool(error)))
+            stack.callback(setattr, level, "workers", level.workers)
+            level.workers = SeveralProcesses(each, weights)
+        yield
 
 
 def make_whole(levels: list, optimizers: list) -> None:
@@ -199,3 +183,23 @@ def make_whole(levels: list, optimizers: list) -> None:
         with patching.attribute(level.model, "optimizer", optimizer):
             training.make_whole(level.model)
             training.check_whole(level.model)
+
+
+def num_replicas() -> int:
+    """Of the strategy that is in use here."""
+    return tf.distribute.get_strategy().num_replicas_in_sync
+
+
+def mean_over_replicas(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """The mean over replicas, which have equally many examples."""
+    if num_replicas() == 1:
+        return tensors
+    replica = tf.distribute.get_replica_context()
+    means: dict[int, tf.Tensor] = {}
+    # Those of one dtype are sent together.
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        numbers = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        sent = [tensors[i] for i in numbers]
+        reduced = replica.all_reduce(tf.distribute.ReduceOp.MEAN, sent)
+        means |= dict(zip(numbers, reduced, strict=True))
+    return [means[i] for i in range(len(tensors))]

@@ -1,0 +1,278 @@
+"""What a level recomputes, and the dry runs that measure what it needs.
+
+Of the models that a loss calls, the one that keeps most is planned, by the
+drawing of a single forward and backward pass of it. A second derivative keeps
+several times as much, in about the same proportions: the first dry run tells
+how much, and the plan is corrected by more of them as in `fit`
+(kmem/budget/correcting.py). What counts is the device's peak in a step in
+which only this level computes: derivatives of its own loss, for its update and
+for the updates of others that pass through it. All the rest of the step is as
+in `fit`: variables, optimizers, batches, and the gradients on their way. What
+this module does not do: see what levels that compute at the same time need
+together; each waits for the variables that the one before updates.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+from typing import Literal
+
+import keras
+
+from kmem import memory
+from kmem.base.sizes import format_size
+from kmem.budget import dry_run
+from kmem.budget.correction import Corrector
+from kmem.budget.correction import Learned
+from kmem.budget.dry_run import Measurement
+from kmem.fit import pipeline
+from kmem.keras_graph import applying
+from kmem.keras_graph import matching
+from kmem.keras_graph import profiling
+from kmem.options import Remat
+from kmem.planning.bounds import InfeasibleBudget
+from kmem.planning.choosing import Chooser
+from kmem.planning.network import Network
+from kmem.planning.network import Segment
+from kmem.planning.plan import Plan
+from kmem.step import batches
+
+Context = contextlib.AbstractContextManager[None]
+
+# Losses of several levels call one model; measuring it takes its time.
+_drawings: dict[tuple, Network] = {}
+_MAX_DRAWINGS = 8
+
+
+class LevelPlan:
+    """A level's plan: chosen when it is first followed, if not before.
+
+    Args:
+        level_name: The level's name.
+        calls: The models that its loss calls, and what they are given, as
+            `tf.TensorSpec`s.
+        remat: What is asked for.
+        mixed: The context in which a model computes as the level does.
+        mode: How steps run.
+
+    Raises:
+        ValueError: If the plan that is asked for is for none of the models.
+    """
+
+    def __init__(
+        self,
+        level_name: str,
+        calls: list[tuple[keras.Model, Any]],
+        remat: Remat,
+        mixed: Callable[[keras.Model], Context],
+        mode: Literal["eager", "graph", "xla"],
+    ):
+        self._level_name = level_name
+        self._remat = remat
+        self._mode: Literal["eager", "graph", "xla"] = mode
+        recordings = []
+        for model, inputs in calls:
+            with mixed(model):
+                recordings.append(profiling.record_batch(model, (inputs,)))
+        self._segments: tuple[Segment, ...] | None = None
+        if remat.plan is not None:
+            given = remat.plan
+            plan = given if isinstance(given, Plan) else Plan.load(given)
+            number = _owner(plan, recordings)
+            self._segments = plan.segments
+        else:
+            choosers = []
+            for (model, _), recording in zip(calls, recordings, strict=True):
+                with mixed(model):
+                    network = _drawing(recording, mode)
+                choosers.append(Chooser(network, remat.solver))
+            peaks = [chooser.everything.peak_bytes for chooser in choosers]
+            number = peaks.index(max(peaks))
+            self._chooser = choosers[number]
+        self._model, self._inputs = calls[number]
+        self._frame = recordings[number].frame
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether it has to stay within a budget, which takes dry runs."""
+        return self._remat.plan is None and self._remat.budget != "auto"
+
+    def applied(self) -> Context:
+        """Within, the model follows the plan."""
+        if self._segments is None:
+            self.choose()
+        return applying.applied(self._model, self._frame, self._segments or ())
+
+    def choose(
+        self,
+        measure: Callable[[], Measurement | None] | None = None,
+        reserved: int = 0,
+    ) -> None:
+        """Chooses what is recomputed, where that is not given.
+
+        Args:
+            measure: Runs what follows the plan, and tells what it took, or
+                `None` if that ran out of memory. Without it, the drawing of a
+                single forward and backward pass has to do.
+            reserved: Bytes of the budget that are not to be used.
+
+        Raises:
+            ValueError: If no plan stays within the budget.
+        """
+        is_measured = measure is not None
+        in_use = 0
+        if self.has_budget and memory.is_counted():
+            in_use = memory.current()
+
+        def follow(segments: tuple[Segment, ...]) -> Measurement | None:
+            self._segments = segments
+            return measure() if measure else None
+
+        corrector = Corrector(
+            _as_measured(self._chooser, follow, in_use)
+            if is_measured
+            else Learned(self._chooser),
+            self._inputs,
+            self._mode,
+            in_use,
+            (lambda plan: follow(plan.segments)) if is_measured else None,
+        )
+        try:
+            plan = corrector.plan(self._remat.budget, reserved)
+        except InfeasibleBudget as error:
+            raise ValueError(
+                f"`remat` of the level '{self._level_name}' must be a budget "
+                "that its passes can stay within, with everything else that is "
+                "in memory. The smallest that is known to be enough is "
+                f"{error.smallest_bytes} bytes "
+                f"({format_size(error.smallest_bytes)}); `microbatches` make "
+                f"it smaller. Received: remat={self._remat.budget!r}"
+            ) from error
+        self._segments = plan.segments
+
+
+def plan_within_budgets(program: keras.Model, structure, element) -> None:
+    """Plans all levels of a program that have a budget.
+
+    Args:
+        program: The program, whose state is given back.
+        structure: Its levels, built; a `Structure`.
+        element: The types of what a replica's step is given.
+
+    Raises:
+        ValueError: If a level has no plan within its budget.
+    """
+    # One batch that is ready, and one in the making.
+    reserved = pipeline.ready_bytes(element, 2)
+    for level in structure.levels:
+        if level.plan is None or not level.plan.has_budget:
+            continue
+        if memory.is_counted():
+            level.plan.choose(
+                lambda level=level: measure(program, structure, level, element),
+                reserved,
+            )
+        else:
+            held = [_state(program, structure), element]
+            level.plan.choose(reserved=reserved + batches.num_bytes(held))
+
+
+def measure(program, structure, level, element) -> Measurement | None:
+    """Runs steps in which only one level computes, and leaves no trace.
+
+    `None` if they ran out of memory; see `plan_within_budgets`.
+    """
+    training = _alone(program, structure, level)
+    return dry_run.dry_run(
+        program, element, _state(program, structure), training
+    )
+
+
+@contextlib.contextmanager
+def _alone(program, structure, level) -> Iterator[None]:
+    """Within, the program trains one of its levels."""
+    before = program.train_function
+    with contextlib.ExitStack() as stack:
+        for other in structure.levels:
+            if other is not level:
+                stack.enter_context(other.idle())
+        program.make_train_function(force=True)
+        try:
+            yield
+        finally:
+            program.train_function = before
+
+
+def _state(program, structure) -> list:
+    """What a step may change."""
+    variables = [
+        *(v for metric in program.metrics for v in metric.variables),
+        *(v for level in structure.levels for v in level.model.variables),
+        *(v for level in structure.levels for v in level.state),
+        *(v for each in structure.optimizers for v in each.variables),
+    ]
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def _as_measured(chooser: Chooser, follow: Callable, in_use: int) -> Learned:
+    """The drawing, as much larger as one dry run is: later ones are few."""
+    for point in (chooser.everything, chooser.smallest):
+        step = follow(point.segments)
+        if step is not None:
+            break
+    else:
+        return Learned(chooser)
+    factor = (step.peak_bytes - in_use) / point.peak_bytes
+    learned = Learned(
+        Chooser(_enlarged(chooser.network, factor), chooser.solver)
+    )
+    if point is chooser.everything:
+        drawn = learned.chooser.everything
+        extra_bytes = step.peak_bytes - drawn.peak_bytes - in_use
+        learned.measured[drawn] = extra_bytes, step.spread_bytes
+    return learned
+
+
+def _enlarged(network: Network, factor: float) -> Network:
+    """The network, if all that it keeps and needs were larger."""
+    sizes = (
+        *("residual_bytes", "gradient_bytes"),
+        *("forward_workspace_bytes", "backward_workspace_bytes"),
+    )
+    stages = [
+        dataclasses.replace(
+            stage,
+            **{name: int(factor * getattr(stage, name)) for name in sizes},
+        )
+        for stage in network.stages
+    ]
+    values = tuple(int(factor * size) for size in network.value_bytes)
+    return dataclasses.replace(
+        network, stages=tuple(stages), value_bytes=values
+    )
+
+
+def _drawing(recording, mode: str) -> Network:
+    """What one forward and backward pass of a model needs."""
+    key = matching.structure(recording), mode
+    if key not in _drawings:
+        _drawings[key] = profiling.measure(
+            recording, memory.is_counted(), compiled=mode == "xla"
+        ).network
+    while len(_drawings) > _MAX_DRAWINGS:
+        _drawings.pop(next(iter(_drawings)))
+    return _drawings[key]
+
+
+def _owner(plan: Plan, recordings: list) -> int:
+    """Which of the recorded models a plan is for."""
+    errors = []
+    for number, recording in enumerate(recordings):
+        try:
+            matching.check(plan.network, recording)
+            return number
+        except ValueError as error:
+            errors.append(error)
+    raise errors[0]

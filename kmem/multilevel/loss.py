@@ -1,0 +1,171 @@
+"""A level's loss, a function of the user's, and what it sees of variables.
+
+Keras divides a mean by the number of replicas, so that a sum over them is the
+mean; here it is the mean over a replica's examples that counts, however it was
+made. `Looking` tells which variables a loss reads and assigns. `Substituted`
+lets it run at given values, so that a gradient is taken with regard to
+tensors: no weight is moved and moved back, and frozen ones are not watched.
+What this module does not do: see a `tf.function` of the user's, which keeps
+what it first saw.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem.base import private_keras
+from kmem.base import private_tf
+from kmem.remat import state
+from kmem.step import batches
+from kmem.step import capture
+from kmem.step import loss_terms
+from kmem.step import patching
+
+
+def value(loss: Callable, arguments: tuple, name: str) -> tf.Tensor:
+    """What the loss of a level is, in 32 bits at least.
+
+    Raises:
+        ValueError: If that is no scalar.
+    """
+    means: Any = loss_terms.Means()
+    with loss_terms.recording(means):
+        result = loss(*arguments)
+    is_number = isinstance(result, int | float) or keras.ops.is_tensor(result)
+    shape = tf.convert_to_tensor(result).shape if is_number else None
+    if shape is None or shape.rank != 0:
+        what = type(result).__name__ if shape is None else f"shape {shape}"
+        raise ValueError(
+            "A level's loss must return a scalar, the mean over the batch's "
+            "examples: add up several losses, and end with `keras.ops.mean`. "
+            f"Received: level '{name}' with a loss of {what}"
+        )
+    return _in_32_bits(tf.convert_to_tensor(result))
+
+
+@contextlib.contextmanager
+def giving_32_bits(models: list) -> Iterator[None]:
+    """Lets models that compute in 16 bits give float32, which a loss mixes."""
+
+    def casting(model, call):
+        @functools.wraps(call)
+        def cast(*args, **kwargs):
+            return keras.tree.map_structure(_in_32_bits, call(*args, **kwargs))
+
+        return cast
+
+    with _calls_replaced(models, casting):
+        yield
+
+
+@contextlib.contextmanager
+def noting_calls(models: list, calls: list[tuple]) -> Iterator[None]:
+    """Puts pairs into `calls`: a model that is called, its inputs' types."""
+
+    def noting(model, call):
+        @functools.wraps(call)
+        def noted(inputs, *args, **kwargs):
+            if all(other is not model for other, _ in calls):
+                calls.append((model, batches.specs_of(inputs)))
+            return call(inputs, *args, **kwargs)
+
+        return noted
+
+    with _calls_replaced(models, noting):
+        yield
+
+
+class _Guarded(keras.StatelessScope):
+    """A scope within which no `tf.function` of the user's reads variables."""
+
+    def __enter__(self):
+        self._graph = _current_graph()
+        return super().__enter__()
+
+    def _check_read(self, variable) -> None:
+        # A recomputation within has looked at its own functions.
+        if private_keras.stateless_scope() is not self:
+            return
+        graph = _current_graph()
+        while graph is not None and graph is not self._graph:
+            # Those of loops and branches are subclasses.
+            if private_tf.is_own_function(graph):
+                raise ValueError(
+                    "A level's loss must not call a `tf.function` that reads "
+                    "variables: it would keep the values of its first call. "
+                    f"Take the decorator off. Received: '{variable.path}' "
+                    f"read in '{graph.name}'"
+                )
+            graph = getattr(graph, "outer_graph", None)
+
+
+class Looking(_Guarded, capture.DiscardedState):
+    """Changes nothing, and notes which variables are read and assigned.
+
+    Attributes:
+        read: `{id: variable}`.
+        assigned: `{id: variable}`.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.read: dict[int, keras.Variable] = {}
+        self.assigned: dict[int, keras.Variable] = {}
+
+    def get_current_value(self, variable):
+        self._check_read(variable)
+        self.read[id(variable)] = variable
+        return super().get_current_value(variable)
+
+    def add_update(self, update):
+        variable, _ = update
+        self.assigned[id(variable)] = variable
+        super().add_update(update)
+
+
+class Substituted(_Guarded, state.Substituted):
+    """Gives variables other values."""
+
+    def get_current_value(self, variable):
+        if id(variable) in self.state_mapping:
+            self._check_read(variable)
+        return super().get_current_value(variable)
+
+
+def read(variables: list) -> list[tf.Tensor]:
+    """The variables' values, whatever scope is open."""
+    own: Any = map(private_keras.tf_variable, variables)
+    return [tf.convert_to_tensor(variable) for variable in own]
+
+
+def assign(variables: list, values: list) -> None:
+    """Assigns variables, whatever scope is open."""
+    for variable, value in zip(variables, values, strict=True):
+        private_keras.assign(variable, value)
+
+
+@contextlib.contextmanager
+def _calls_replaced(models: list, replacement: Callable) -> Iterator[None]:
+    """Within, each model's `call` is what `replacement` makes of both."""
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            call = functools.partial(replacement, model)
+            stack.enter_context(patching.method(model, "call", call))
+        yield
+
+
+def _in_32_bits(tensor):
+    if tf.is_tensor(tensor) and tensor.dtype in (tf.float16, tf.bfloat16):
+        return tf.cast(tensor, tf.float32)
+    return tensor
+
+
+def _current_graph():
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()

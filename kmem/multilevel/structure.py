@@ -1,0 +1,234 @@
+"""Levels in their order, and which reads which: what a gradient passes.
+
+An edge (a, b) says that the loss of level a reads variables of level b. If a
+is above b, b's variables react to nothing of a's by it, and a's loss depends
+on b's; if a is below b, b's variables shape what a learns. The gradient of a
+level's loss reaches its variables along all paths through levels below it,
+each of which is passed at most once. What this module does not do: derive a
+level's response to how the levels below respond, which takes third
+derivatives; each level responds through its own loss.
+"""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+from typing import Literal
+
+from keras.optimizers import LossScaleOptimizer
+
+from kmem import precision
+from kmem.base.sizes import format_size
+from kmem.multilevel.level import Level
+from kmem.step import batches
+
+Edges = frozenset[tuple[int, int]]
+# For each level that a gradient goes on to, where it goes from there; `None`
+# where it has arrived.
+Tree = dict[int, Any]
+
+
+class Structure:
+    """Levels in their order, and how they are connected.
+
+    Attributes:
+        levels: The levels, lowest first.
+        edges: Which level reads which.
+        trees: For each level, where its loss's gradient passes through.
+        optimizers: The levels' optimizers, or what scales their losses.
+        children: For each level, the levels that step before it does.
+        num_updates: For each level, its updates in a round.
+        num_batches: For each level, the loader's batches in a round.
+    """
+
+    def __init__(self, levels: list[Level], edges: Edges):
+        self.levels = levels
+        self.edges = edges
+        numbers = range(len(levels))
+        self.trees = [_paths(edges, number) for number in numbers]
+        self.optimizers = [
+            _optimizer(level, [level, *(levels[i] for i in _passed(tree))])
+            for level, tree in zip(levels, self.trees, strict=True)
+        ]
+        # What makes a level step: the first above that reads it, or the top.
+        parents = [
+            min((a for a, b in edges if b == level < a), default=numbers[-1])
+            for level in numbers[:-1]
+        ]
+        self.children = [
+            [child for child, parent in enumerate(parents) if parent == number]
+            for number in numbers
+        ]
+        self.num_updates = [1] * len(levels)
+        for number in reversed(numbers[:-1]):
+            parent = parents[number]
+            rounds = self.num_updates[parent] * levels[parent].tasks_per_update
+            self.num_updates[number] = rounds * levels[number].unroll_steps
+        self.num_batches = [
+            count * level.tasks_per_update * level.num_batches
+            for count, level in zip(self.num_updates, levels, strict=True)
+        ]
+
+    def batches_in_update(self, number: int) -> dict[int, int]:
+        """The loader's batches in an update of a level, and those that the
+        levels below take meanwhile."""
+        return {
+            level: self.num_batches[level] // self.num_updates[number]
+            for level in self._up_to(number)
+        }
+
+    def table(self, peaks: list[str]) -> str:
+        """A line for each level, the lowest first, with its peak."""
+        names = [level.name for level in self.levels]
+        width = max(map(len, ["level", *names]))
+        lines = [
+            f"{'level':<{width}}  {'learns':>9}  {'steps':>5}  {'peak':>9}  "
+            "hypergradient, and what the loss reads"
+        ]
+        for number, level in enumerate(self.levels):
+            learns = format_size(batches.num_bytes(level.variables))
+            reads = [names[b] for a, b in sorted(self.edges) if a == number]
+            lines.append(
+                f"{level.name:<{width}}  {learns:>9}  "
+                f"{self.num_updates[number]:>5}  {peaks[number]:>9}  "
+                f"{level.hypergradient}, reads {', '.join(reads) or 'no other'}"
+            )
+        return "\n".join(lines)
+
+    def _up_to(self, number: int) -> list[int]:
+        """A level, and those that step before it does."""
+        below = map(self._up_to, self.children[number])
+        return [number, *itertools.chain.from_iterable(below)]
+
+
+def check_levels(levels: Any) -> None:
+    """Checks what a program is made of.
+
+    Raises:
+        ValueError: If it is not a list of levels of different names.
+    """
+    if not isinstance(levels, list | tuple) or not levels:
+        raise ValueError(
+            "`levels` must be a list of levels, lowest first: levels that read "
+            "each other have no order of their own. "
+            f"Received: levels={levels!r}"
+        )
+    for level in levels:
+        if not isinstance(level, Level):
+            raise ValueError(
+                f"`levels` must be a list of `Level`s. Received: {level!r}"
+            )
+    names = [level.name for level in levels]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            "Levels must have different names: give them `name=...`. "
+            f"Received: {names}"
+        )
+
+
+def find_edges(
+    levels: list[Level],
+    specs: dict[str, Any],
+    mode: Literal["eager", "graph", "xla"],
+) -> Edges:
+    """The edges between levels, from what their losses read.
+
+    `specs` are, for each level's name, those of a micro-batch.
+
+    Raises:
+        ValueError: If two levels learn the same variable.
+    """
+    looks = [level.look(specs[level.name], mode) for level in levels]
+    owners: dict[int, Level] = {}
+    for level in levels:
+        for variable in level.variables:
+            owner = owners.setdefault(id(variable), level)
+            if owner is not level:
+                raise ValueError(
+                    "Levels must have variables of their own: freeze what "
+                    "another one learns with `trainable=False`. Received: "
+                    f"'{variable.path}' in the levels '{owner.name}' and "
+                    f"'{level.name}'"
+                )
+    return frozenset(
+        (reader, other)
+        for reader, look in enumerate(looks)
+        for other, level in enumerate(levels)
+        if reader != other
+        and any(id(variable) in look.read for variable in level.variables)
+    )
+
+
+def choose_edges(
+    levels: list[Level], edges: Edges, chosen: Iterable[tuple[str, str]]
+) -> Edges:
+    """Of the edges that there are, those that the user names.
+
+    Raises:
+        ValueError: If there is no such edge.
+    """
+    names = [level.name for level in levels]
+    by_name = {(names[a], names[b]): (a, b) for a, b in edges}
+    pairs: list[Any] = list(map(tuple, chosen))
+    for pair in pairs:
+        if pair not in by_name:
+            raise ValueError(
+                "`edges` must be pairs of a level and one whose variables its "
+                "loss reads; leave the others out, or let the loss read them. "
+                f"Received: {pair!r}, while there are {sorted(by_name)}"
+            )
+    return frozenset(by_name[pair] for pair in pairs)
+
+
+def routes(tree: Tree) -> list[list[int]]:
+    """The paths one by one, each the levels that it reaches in turn."""
+    return [
+        [level, *rest]
+        for level, further in tree.items()
+        for rest in (routes(further) if further else [[]])
+    ]
+
+
+def _paths(edges: Edges, top: int) -> Tree:
+    """The paths from a level's loss to its variables, as a tree."""
+
+    def onward(level: int, passed: frozenset[int]) -> Tree:
+        tree: Tree = {}
+        for reader, other in sorted(edges):
+            if reader != level or other in passed or other > top:
+                continue
+            if other == top:
+                tree[top] = None
+            elif further := onward(other, passed | {other}):
+                tree[other] = further
+        return tree
+
+    # Not to itself directly: that is no path through other levels.
+    return {
+        other: tree
+        for reader, other in sorted(edges)
+        if reader == top > other and (tree := onward(other, frozenset({other})))
+    }
+
+
+def _passed(tree: Tree) -> set[int]:
+    """The levels that a gradient passes."""
+    return {level for route in routes(tree) for level in route[:-1]}
+
+
+def _optimizer(level: Level, on_path: list[Level]):
+    """A level's optimizer, built, with a loss scale where it needs one.
+
+    A level's update is made of passes through its own loss and through those
+    of the levels below, and all of them are scaled by that level's scale: if
+    any of them overflows, the update is skipped and the scale that did it is
+    halved.
+    """
+    optimizer = level.optimizer
+    if not optimizer.built:
+        optimizer.build(level.variables)
+    options = [each.options.mixed_precision for each in on_path]
+    half = [o for o in options if o is not None and o.dtype == "float16"]
+    own_scale = isinstance(optimizer, LossScaleOptimizer)
+    if not half or own_scale or optimizer.loss_scale_factor is not None:
+        return optimizer
+    return precision.around(optimizer, level.variables, half[0])
