@@ -185,7 +185,7 @@ class DTR:
     Args:
         eviction_threshold: Bytes or a size such as `"5GB"`: the peak that is
             kept. 0 evicts only when the device's own limit would be exceeded.
-        evictee_minimum_size: Bytes or a size; smaller tensors are given up
+        evictee_minimum_size: Bytes or a size; smaller tensors are evicted
             only when nothing else is left.
         enable_sqrt_sampling: Look at about the square root of the candidates
             at each eviction.

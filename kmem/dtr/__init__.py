@@ -1,4 +1,4 @@
-"""DTR for custom training loops: gives up tensors when memory runs short, and
+"""DTR for custom training loops: evicts tensors when memory runs short, and
 recomputes them when they are read (Kirisame et al., ICLR 2021).
 
 The names are those of MegEngine's `megengine.dtr`. The settings below are
@@ -6,14 +6,14 @@ read by `enable` and `scope`:
 
 * `eviction_threshold`: the peak that is kept, in bytes or as `"5GB"`. 0
   evicts only when the device's own limit would be exceeded.
-* `evictee_minimum_size`: smaller tensors are given up only when nothing else
+* `evictee_minimum_size`: smaller tensors are evicted only when nothing else
   is left.
 * `enable_sqrt_sampling`: look at about the square root of the candidates at
   each eviction.
 * `heuristic`: what is evicted first, see `kmem.DTR`.
 
 What it does not do: the numbers do not change, and nothing inside of a
-`tf.function` is given up. The rules are in custom_ops/dtr/.
+`tf.function` is evicted. The rules are in custom_ops/dtr/.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 The call is traced together with its gradient into one graph, which is cut in
 two functions. What the gradient reads of the forward pass is a result of the
-first function, each tensor on its own, so that DTR can give it up; to make it
+first function, each tensor on its own, so that DTR can evict it; to make it
 again runs the whole function again.
 
 The numbers are those of the operators one by one: TensorFlow runs the

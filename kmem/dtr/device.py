@@ -7,7 +7,7 @@ the threshold, so that the threshold is a limit on the peak and not a hint.
 
 With a GPU the operators run there. TensorFlow's allocator does not ask, so
 the threshold is kept between operators, and one that fails for lack of
-memory is tried again once something was given up. That way has not been
+memory is tried again once something was evicted. That way has not been
 measured yet.
 
 What it does not do: run operators inside of graphs. A `tf.function` is one
@@ -37,7 +37,7 @@ class Statistics:
     """What DTR has done.
 
     Attributes:
-        num_evictions: How often a tensor was chosen to be given up.
+        num_evictions: How often a tensor was chosen to be evicted.
         num_recomputations: How many operators ran again.
         recomputed_seconds: How long those take. Of each operator that is the
             least time that one of its kind and size had taken when it ran

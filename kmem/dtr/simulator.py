@@ -36,7 +36,7 @@ class Simulation:
         seconds: The time of all operators that ran.
         slowdown: That, over the time of the program's operators.
         peak_bytes: The most that was in memory.
-        num_evictions: How often a tensor was chosen to be given up.
+        num_evictions: How often a tensor was chosen to be evicted.
         num_recomputations: How many operators ran again.
         num_accesses: How many tensors were looked at to choose.
     """
@@ -77,7 +77,7 @@ def simulate(
     Args:
         program: What to run.
         budget_bytes: The peak to keep; `None` if there is none.
-        heuristic: What to give up first, one of `HEURISTICS`.
+        heuristic: What to evict first, one of `HEURISTICS`.
         evictee_minimum_bytes: Smaller tensors go last.
         sqrt_sampling: Look at about the square root of the candidates.
         seed: Of what is drawn at random.
