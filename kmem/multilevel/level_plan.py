@@ -4,7 +4,7 @@ Of the models that a loss calls, the one that keeps most is planned, by the
 drawing of a single forward and backward pass of it. A second derivative keeps
 several times as much, in about the same proportions: the first dry run tells
 how much, and the plan is corrected by more of them as in `fit`
-(kmem/budget/correcting.py). What counts is the device's peak in a step in
+(kmem/budget/correction.py). What counts is the device's peak in a step in
 which only this level computes: derivatives of its own loss, for its update and
 for the updates of others that pass through it. All the rest of the step is as
 in `fit`: variables, optimizers, batches, and the gradients on their way. What
