@@ -136,9 +136,15 @@ class Shard:
         value = self.local.value
         return value if self.local.trainable else tf.stop_gradient(value)
 
-    def read_full(self) -> tf.Tensor:
-        """The whole array, in its own dtype. All processes have to call it."""
-        travel = dataclasses.replace(self.travel, gather_dtype=None)
+    def read_full(self, rounded: bool = False) -> tf.Tensor:
+        """The whole array. All processes have to call it.
+
+        Args:
+            rounded: Whether it travels as it does for a layer that runs, and
+                not in its own dtype.
+        """
+        own = dataclasses.replace(self.travel, gather_dtype=None)
+        travel = self.travel if rounded else own
         try:
             (whole,) = gathered([self], self.name, travel=travel)
         except tf.errors.DeadlineExceededError as error:

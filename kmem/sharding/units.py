@@ -15,6 +15,7 @@ are gathered where they are read, and kept for the backward pass.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,10 @@ class Unit:
         """Within, the layer gathers its weights when it is called."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(attribute(self.layer, "call", self._run))
+            for variable in self._sharded():
+                # A gradient of the layer's own reads it again after the call.
+                read = functools.partial(variable.shard.read_full, rounded=True)
+                stack.enter_context(attribute(variable, "read_whole", read))
             for variable in self._regularized():
                 penalty = self._penalty_of(variable)
                 stack.callback(setattr, variable, "regularizer", penalty.plain)

@@ -65,7 +65,11 @@ class ShardedVariable(private_keras.Variable):
         if _shards.get():
             return self.shard.variable
         whole = _prepared.get().get(id(self))
-        return self.read_whole() if whole is None else whole
+        if whole is None:
+            return self.read_whole()
+        # So that custom gradients find what they read: the shard.
+        tf.convert_to_tensor(self.shard.local.value)
+        return whole
 
     def read_whole(self):
         return self.shard.read_full()

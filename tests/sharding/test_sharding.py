@@ -35,6 +35,10 @@ TWO = {
     for stage in ("gradients", "optimizer")
 } | {
     "everything": ("everything", {"sharding": "full"}),
+    "own gradients": (
+        "own_gradients",
+        {"sharding": kmem.Sharding(units=("again",))},
+    ),
     "whole weights": ("wide", {"sharding": "full"}),
     "whole lookup": ("wide_lookup", {"sharding": "full"}),
     "microbatches": (

@@ -16,8 +16,10 @@ from reference import relative_error
 from reference import state
 from reference import train
 from reference import whole
+from test_remat import LOOKS_FOR_VARIABLES
 
 import kmem
+from kmem import remat
 from kmem.sharding import training
 from kmem.sharding.slices import Slices
 from kmem.sharding.variables import ShardedVariable
@@ -49,6 +51,30 @@ def test_training_is_that_without_shards(stage, mode):
     )
 
     assert relative_error(state(model), penalized(mode)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "mode, stage", [("graph", "full"), ("eager", "gradients")]
+)
+@pytest.mark.parametrize("looks", [*LOOKS_FOR_VARIABLES, remat.recompute])
+def test_what_looks_for_variables_finds_those_of_a_unit(looks, mode, stage):
+    option = kmem.Sharding(stage, units=("again",))
+    case = functools.partial(sharding_cases.own_gradients, looks)
+    want, _ = train(case, mode=mode)
+
+    model, _ = train(case, mode=mode, sharding=option)
+
+    assert relative_error(state(model), state(want)) < 1e-12
+
+
+@pytest.mark.parametrize("looks", [keras.remat, remat.recompute])
+def test_what_runs_again_reads_weights_as_they_travelled(looks):
+    def weights(wrap):
+        option = kmem.Sharding(gather_dtype="bfloat16", units=("again",))
+        case = functools.partial(sharding_cases.own_gradients, wrap)
+        return state(train(case, sharding=option)[0])
+
+    assert relative_error(weights(looks), weights(lambda f: f)) < 1e-12
 
 
 def _of_names(model):

@@ -94,6 +94,34 @@ def own_model():
     return model, regression()
 
 
+class Again(layers.Layer):
+    """Runs again by itself, with variables that the function it wraps reads."""
+
+    def __init__(self, wrap=keras.remat, **arguments):
+        super().__init__(**arguments)
+        self.wrap = wrap
+
+    def build(self, input_shape):
+        self.kernel = self.add_weight(shape=(input_shape[-1], 4))
+        self.scale = self.add_weight(shape=(4,), initializer="ones")
+
+    def call(self, x):
+        def function(x):
+            return keras.ops.tanh((x @ self.kernel) * self.scale)
+
+        return self.wrap(function)(x)
+
+
+def own_gradients(wrap=keras.remat):
+    """Gradients that are not those of the operations, in a shared layer."""
+    inputs = keras.Input((5,))
+    again = Again(wrap, name="again")
+    outputs = layers.Dense(3)(again(layers.Dense(5)(again(inputs))))
+    model = keras.Model(inputs, outputs)
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model, regression()
+
+
 def _wide(inputs, outputs, optimizer):
     """Weights that stay whole beside a large one."""
     outputs += layers.Dense(2, bias_regularizer="l2")(inputs)
@@ -137,6 +165,7 @@ SHARDED = {
     "transformer": transformer,
     "recurrent": recurrent,
     "own_model": own_model,
+    "own_gradients": own_gradients,
     "wide": wide,
     "wide_lookup": wide_lookup,
     "everything": everything,
