@@ -89,9 +89,9 @@ class MixedPrecision:
 
     def __post_init__(self):
         one_of(self.dtype, "mixed_precision", ("bfloat16", "float16"))
-        if not (is_real(self.initial_scale) and self.initial_scale > 0):
+        if not is_real(self.initial_scale, 2.0**-126, 2.0**127):
             raise ValueError(
-                "`initial_scale` must be a positive number. "
+                "`initial_scale` must be a number from 2**-126 to 2**127. "
                 f"Received: initial_scale={self.initial_scale!r}"
             )
         if isinstance(self.exclude, str):

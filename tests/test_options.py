@@ -62,6 +62,10 @@ def test_bad_values_are_refused_with_their_value(name, value):
     "make",
     [
         lambda: kmem.MixedPrecision("float16", initial_scale=0),
+        lambda: kmem.MixedPrecision("float16", initial_scale=1e300),
+        lambda: kmem.MixedPrecision("float16", initial_scale=1e-300),
+        lambda: kmem.MixedPrecision("float16", initial_scale=10**400),
+        lambda: kmem.callbacks.MixedPrecision("float16", initial_scale=1e39),
         lambda: kmem.MixedPrecision("float16", initial_scale=float("nan")),
         lambda: kmem.MixedPrecision("float16", dynamic_growth_steps=0),
         lambda: kmem.MixedPrecision("float16", exclude="dense"),

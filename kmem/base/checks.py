@@ -18,11 +18,11 @@ def is_integer(value) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def is_real(value) -> bool:
+def is_real(value, least: float = -math.inf, most: float = math.inf) -> bool:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
-        return math.isfinite(value)
+        return math.isfinite(value) and least <= value <= most
     except OverflowError:  # An integer beyond all floats.
         return False
 

@@ -14,6 +14,7 @@ that runs out of memory ends them all. What this does not do: choose
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -150,8 +151,10 @@ class BudgetedSession:
 
         def train(iterator: Iterator):
             self._spec = getattr(iterator, "element_spec", None)
-            for _ in range(model.steps_per_execution):
-                logs = self._step(next(iterator))
+            # The data may end after the first one, as in Keras.
+            rest = itertools.islice(iterator, model.steps_per_execution - 1)
+            for batch in itertools.chain([next(iterator)], rest):
+                logs = self._step(batch)
                 self._tell_of_parts()
             return logs
 

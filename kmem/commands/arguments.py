@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import pathlib
 
+from kmem.base.checks import is_real
 from kmem.base.sizes import parse_size
 
 # What matplotlib draws without a program besides.
@@ -26,6 +27,26 @@ def positive(text: str) -> int:
             f"must be a positive integer. Received: {text}"
         )
     return int(text)
+
+
+def not_negative(text: str) -> int:
+    """How often, or a seed: what 64 bits hold."""
+    if not (text.isdecimal() and int(text) < 2**64):
+        raise argparse.ArgumentTypeError(
+            "must be an integer from 0 to 18446744073709551615. "
+            f"Received: {text}"
+        )
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """How long."""
+    with contextlib.suppress(ValueError):
+        if is_real(float(text), least=0):
+            return float(text)
+    raise argparse.ArgumentTypeError(
+        f"must be a number of seconds, 0 or more. Received: {text}"
+    )
 
 
 def existing_file(text: str) -> pathlib.Path:

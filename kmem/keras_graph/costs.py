@@ -96,10 +96,10 @@ class _Step:
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
             args_, kwargs_ = keras.tree.pack_sequence_as((args, kwargs), filled)
-            # Each trace has assignments of its own.
-            with capture.DiscardedState(), state.restored(call.ambient, []):
-                outputs = call.function(*args_, **kwargs_)
-            outputs = keras.tree.flatten(outputs)
+            # Assignments of its own, and names that may begin with any sign.
+            own = capture.DiscardedState(), tf.name_scope("model")
+            with own[0], own[1], state.restored(call.ambient, []):
+                outputs = keras.tree.flatten(call.function(*args_, **kwargs_))
             return [output for output in outputs if tf.is_tensor(output)]
 
         self._run = run

@@ -198,7 +198,8 @@ class _Recorder(opening.Visitor):
     def record_loss(self, model, x, predictions, y, sample_weight) -> None:
         # A `train_step` may have a loss of its own, and no compiled one.
         own = type(model).compute_loss is not keras.Model.compute_loss
-        given = y is not None and (model.loss is not None or model.losses)
+        # What layers add is not computed from predictions.
+        given = y is not None and model.loss is not None
         is_known = model.compiled and (own or given)
 
         def loss(predictions, y, sample_weight, x):

@@ -152,7 +152,8 @@ def _chained(first, rest: Iterator) -> Iterator:
 
 
 def _spec(leaf) -> tf.TensorSpec | None:
-    if leaf is None:
+    # Of a generator's `None` Keras makes an `Optional`.
+    if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return None
     if isinstance(leaf, tf.TensorSpec):
         return leaf

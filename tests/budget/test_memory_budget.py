@@ -117,6 +117,68 @@ def test_nothing_is_changed_when_a_step_fits_as_it_is(plain):
         np.testing.assert_array_equal(got, value)
 
 
+class _Batches(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.begun, self.ended = [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begun.append(batch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ended.append(batch)
+
+
+@pytest.mark.parametrize("unrolled", [1, 8])
+def test_the_data_may_end_within_an_execution(unrolled):
+    def trained(**options):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse", steps_per_execution=3)
+        model.unrolled_steps_per_execution = unrolled
+        seen = _Batches()
+        arguments = {"batch_size": 16, "epochs": 2, "shuffle": False}
+        history = kmem.wrap(model).fit(
+            *(np.ones((100, 4)), np.ones((100, 1))),
+            **(arguments | {"callbacks": [seen], "verbose": 0} | options),
+        )
+        return seen.begun, seen.ended, history.history, model.get_weights()
+
+    *seen, logs, weights = trained(memory_budget="8GB")
+    *seen_plainly, logs_plainly, weights_plainly = trained()
+
+    assert seen == seen_plainly == [2 * [0, 3, 6], 2 * [2, 5, 8]]
+    assert logs == logs_plainly
+    np.testing.assert_array_equal(weights[0], weights_plainly[0])
+
+
+class _Sum(layers.Layer):
+    def call(self, x, other=None):
+        return x if other is None else x + other
+
+
+@pytest.mark.parametrize("option", ["memory_budget", "remat"])
+def test_an_optional_input_of_a_generator_may_be_none(option):
+    def generate():
+        for _ in range(3):
+            yield {"x": np.ones((2, 2), "float32"), "o": None}, np.ones((2, 2))
+
+    def trained(**options):
+        keras.utils.set_random_seed(0)
+        x = keras.Input((2,), name="x")
+        other = keras.Input((2,), name="o", optional=True)
+        outputs = layers.Dense(2)(_Sum()(x, other))
+        model = kmem.wrap(keras.Model({"x": x, "o": other}, outputs))
+        model.compile("sgd", "mse")
+        arguments = {"steps_per_epoch": 2, "shuffle": False, "verbose": 0}
+        model.fit(generate(), **arguments, **options)
+        return model.get_weights()
+
+    got, expected = trained(**{option: "8GB"}), trained()
+
+    np.testing.assert_array_equal(got[0], expected[0])
+
+
 @pytest.mark.parametrize(
     "share", [pytest.param(0.7, marks=pytest.mark.exhaustive), 0.4]
 )

@@ -300,6 +300,19 @@ def own_step():
     return model
 
 
+class _Penalty(layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_sum(x**2))
+        return x
+
+
+def losses_of_layers(loss=None):
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2), _Penalty()])
+    model.add(layers.Dense(1))
+    model.compile("adam", loss)
+    return model
+
+
 _X = np.random.default_rng(0).normal(size=(16, 7)).astype("float32")
 _FOUR, _TWO, _ONE = _X[:, :4], _X[:, 4:6], _X[:, 6:]
 
@@ -314,6 +327,8 @@ _FOUR, _TWO, _ONE = _X[:, :4], _X[:, 4:6], _X[:, 6:]
         (two_inputs, [_FOUR, _TWO], _ONE),
         (two_inputs, (_FOUR, _TWO), _ONE),
         (own_step, _FOUR, _ONE),
+        (losses_of_layers, _FOUR, _ONE),
+        (lambda: losses_of_layers("mse"), _FOUR, _ONE),
     ],
 )
 def test_what_keras_trains_in_its_first_fit_is_planned(make, x, y):
