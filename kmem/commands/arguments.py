@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import pathlib
 
-from kmem.base.checks import is_real
 from kmem.base.sizes import parse_size
 
 # What matplotlib draws without a program besides.
@@ -29,24 +28,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def not_negative(text: str) -> int:
-    """How often, or a seed: what 64 bits hold."""
+def seed(text: str) -> int:
+    """What random numbers begin with."""
     if not (text.isdecimal() and int(text) < 2**64):
         raise argparse.ArgumentTypeError(
-            "must be an integer from 0 to 18446744073709551615. "
-            f"Received: {text}"
+            f"must be an integer from 0 to 2**64 - 1. Received: {text}"
         )
     return int(text)
-
-
-def seconds(text: str) -> float:
-    """How long."""
-    with contextlib.suppress(ValueError):
-        if is_real(float(text), least=0):
-            return float(text)
-    raise argparse.ArgumentTypeError(
-        f"must be a number of seconds, 0 or more. Received: {text}"
-    )
 
 
 def existing_file(text: str) -> pathlib.Path:

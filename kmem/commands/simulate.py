@@ -32,12 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="look at about the square root of the candidates",
     )
-    parser.add_argument(
-        "--seed",
-        type=arguments.not_negative,
-        default=0,
-        help="of random choices",
-    )
+    help = "of random choices"
+    parser.add_argument("--seed", type=arguments.seed, default=0, help=help)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import remat_cases
 import tensorflow as tf
 from keras import layers
 from keras.src.backend.common import global_state
+from own_gradients import LOOKS_FOR_VARIABLES
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
@@ -645,36 +646,6 @@ def test_replicas_train_as_without(python):
 
     assert code == 0, errors
     assert float(output.splitlines()[-1]) == 0.0
-
-
-def reads_variables(function):
-    """Has a gradient of its own, which gets the variables that are read."""
-
-    @tf.custom_gradient
-    def run(x):
-        def gradient(known, variables):
-            with tf.GradientTape() as tape:
-                tape.watch([x, variables])
-                value = function(x)
-            return tape.gradient(
-                value, [x, variables], output_gradients=3 * known
-            )
-
-        return function(x), gradient
-
-    return run
-
-
-def within_and_around(function):
-    return keras.remat(remat.recompute(keras.remat(function)))
-
-
-LOOKS_FOR_VARIABLES = [
-    keras.remat,
-    tf.recompute_grad,
-    reads_variables,
-    within_and_around,
-]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import sharding_cases
 import tensorflow as tf
+from own_gradients import LOOKS_FOR_VARIABLES
 from reference import relative_error
 from reference import state
 from reference import train
 from reference import whole
-from test_remat import LOOKS_FOR_VARIABLES
 
 import kmem
 from kmem import remat
