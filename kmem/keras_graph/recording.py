@@ -50,7 +50,6 @@ _KEEPS_NOTHING = ALIASES | {
     "Transpose",
     "Unpack",
 }
-# What TensorFlow joins into one sum, if nobody else uses what is between.
 # They use a tensor, and give it no gradient.
 _NO_GRADIENT = frozenset({"Rank", "Shape", "ShapeN", "Size", "ZerosLike"})
 

@@ -136,15 +136,10 @@ class Shard:
         value = self.local.value
         return value if self.local.trainable else tf.stop_gradient(value)
 
-    def read_full(self, rounded: bool = False) -> tf.Tensor:
-        """The whole array. All processes have to call it.
-
-        Args:
-            rounded: Whether it travels as it does for a layer that runs, and
-                not in its own dtype.
-        """
-        own = dataclasses.replace(self.travel, gather_dtype=None)
-        travel = self.travel if rounded else own
+    def read_full(self, travel: Travel | None = None) -> tf.Tensor:
+        """The whole array, by default in its own dtype. All processes have to
+        call it."""
+        travel = travel or dataclasses.replace(self.travel, gather_dtype=None)
         try:
             (whole,) = gathered([self], self.name, travel=travel)
         except tf.errors.DeadlineExceededError as error:

@@ -63,7 +63,8 @@ class Unit:
             stack.enter_context(attribute(self.layer, "call", self._run))
             for variable in self._sharded():
                 # A gradient of the layer's own reads it again after the call.
-                read = functools.partial(variable.shard.read_full, rounded=True)
+                shard = variable.shard
+                read = functools.partial(shard.read_full, shard.travel)
                 stack.enter_context(attribute(variable, "read_whole", read))
             for variable in self._regularized():
                 penalty = self._penalty_of(variable)
