@@ -22,7 +22,7 @@ def is_real(value, least: float = -math.inf, most: float = math.inf) -> bool:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
-        return math.isfinite(value) and least <= value <= most
+        return math.isfinite(value) and least <= float(value) <= most
     except OverflowError:  # An integer beyond all floats.
         return False
 
