@@ -195,8 +195,8 @@ class _Sweeper:
         for options, trial in self._trials.items():
             expected = forecast.of(options)
             rows.append(
-                trial.row(
-                    options,
+                dataclasses.replace(
+                    trial.row(options),
                     predicted_seconds=unlimited + expected.more_seconds,
                     predicted_peak_bytes=expected.peak_bytes,
                 )
@@ -263,21 +263,20 @@ class _Trial:
         """The mean over the batches of their fastest steps."""
         return sum(self._fastest) / len(self._fastest)
 
-    def row(self, options: DTR | None, **predicted: float) -> Row:
+    def row(self, options: DTR | None) -> Row:
         """What was measured; the counts are means over the steps."""
         if self.error:
-            return Row(options, error=_reason(self.error), **predicted)
-        counts = {}
-        if self._statistics is not None:
-            for name in ("num_evictions", "num_recomputations"):
-                total = getattr(self._statistics, name)
-                counts[name] = round(total / self._num_steps)
-        return Row(
-            options,
-            step_seconds=self.seconds,
-            peak_bytes=max(self.peaks),
-            **counts,
-            **predicted,
+            return Row(options, error=_reason(self.error))
+        row = Row(options, self.seconds, max(self.peaks))
+        total = self._statistics
+        if total is None:
+            return row
+        return dataclasses.replace(
+            row,
+            num_evictions=round(total.num_evictions / self._num_steps),
+            num_recomputations=round(
+                total.num_recomputations / self._num_steps
+            ),
         )
 
     def _step(self, index: int) -> None:

@@ -249,7 +249,7 @@ def _draw_peak(axes: "Axes", sweep: Sweep) -> None:
     thresholds = [_megabytes(row.threshold_bytes) for row in rows]
     axes.plot(
         thresholds,
-        [_megabytes(row.peak_bytes) for row in rows],
+        [_megabytes(row.peak_bytes or 0) for row in rows],
         color=drawing.BLUE,
         marker="o",
         label="measured peak",

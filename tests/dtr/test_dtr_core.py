@@ -4,7 +4,6 @@ import pathlib
 import subprocess
 
 import pytest
-from conftest import HAS_COMPILER
 
 from kmem.base import building
 
@@ -19,7 +18,7 @@ SANITIZERS = (
 )
 
 needs_compiler = pytest.mark.skipif(
-    not HAS_COMPILER, reason="needs a C++ compiler"
+    building.find_compiler() is None, reason="needs a C++ compiler"
 )
 
 
