@@ -6,9 +6,17 @@ parsed. It knows nothing of models: what an option does is elsewhere.
 
 import dataclasses
 import difflib
+import functools
 import os
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from typing import Any
 from typing import Literal
+from typing import TypedDict
+
+# A dependency of TensorFlow's.
+from typing_extensions import Unpack
 
 from kmem.base.checks import budget
 from kmem.base.checks import classes
@@ -18,6 +26,9 @@ from kmem.base.checks import one_of
 from kmem.base.checks import positive_int
 from kmem.base.checks import set_fields
 from kmem.base.sizes import parse_size
+
+if TYPE_CHECKING:
+    from kmem.planning.plan import Plan
 
 # Of DTR: those of custom_ops/dtr/heuristic.h.
 HEURISTICS = tuple(
@@ -161,8 +172,8 @@ class Remat:
     """
 
     budget: int | float | str = "auto"
-    solver: str | Genetic = "optimal"
-    plan: Any = None
+    solver: Literal["optimal", "sqrt"] | Genetic = "optimal"
+    plan: "Plan | str | os.PathLike[str] | None" = None
 
     def __post_init__(self):
         if self.budget != "auto":
@@ -254,27 +265,30 @@ class Sharding:
             set_fields(self, units=tuple(self.units))
 
 
-@dataclasses.dataclass(frozen=True)
+class MemoryArguments(TypedDict, total=False):
+    """The memory options, as `fit` takes them; see `kmem.Model.fit`."""
+
+    memory_budget: int | float | str | None
+    allow: str | Sequence[str]
+    microbatches: int | MicroBatches | None
+    gradient_accumulation_steps: int | GradientAccumulation | None
+    mixed_precision: Literal["bfloat16", "float16"] | MixedPrecision | None
+    remat: "int | float | str | os.PathLike[str] | Plan | Remat | None"
+    dtr: bool | int | str | DTR | None
+    sharding: Literal["optimizer", "gradients", "full"] | Sharding | None
+
+
+@dataclasses.dataclass(frozen=True, init=False)
 class MemoryOptions:
     """All memory options of a `fit`, parsed.
 
-    Every field is `None` (off), the short form that `fit` takes, or the
-    option's own class; it holds the option's class afterwards.
+    Each is an attribute, which is `None` where the option is off.
 
     Args:
-        memory_budget: Bytes, `"8GB"`, or a share of the device in (0, 1].
-        microbatches: A positive integer or `MicroBatches`.
-        gradient_accumulation_steps: A positive integer or
-            `GradientAccumulation`.
-        mixed_precision: `"bfloat16"`, `"float16"` or `MixedPrecision`.
-        remat: `"auto"`, a size, a share, a plan or its path, or `Remat`.
-        dtr: `True`, a size, or `DTR`.
-        sharding: `"full"`, `"gradients"`, `"optimizer"` or `Sharding`.
-        allow: What `memory_budget` may choose besides: `"mixed_precision"`,
-            for bfloat16, which changes the numbers, and `"sharding"`, where
-            several processes train.
+        **arguments: The options, in the forms that `kmem.Model.fit` takes.
 
     Raises:
+        TypeError: If an option is not known.
         ValueError: If an option is not of one of its forms, or two options
             exclude each other.
 
@@ -288,21 +302,20 @@ class MemoryOptions:
     ```
     """
 
-    memory_budget: Any = None
-    microbatches: Any = None
-    gradient_accumulation_steps: Any = None
-    mixed_precision: Any = None
-    remat: Any = None
-    dtr: Any = None
-    sharding: Any = None
+    memory_budget: int | float | None = None
+    microbatches: MicroBatches | None = None
+    gradient_accumulation_steps: GradientAccumulation | None = None
+    mixed_precision: MixedPrecision | None = None
+    remat: Remat | None = None
+    dtr: DTR | None = None
+    sharding: Sharding | None = None
     allow: tuple[str, ...] = ()
 
-    def __post_init__(self):
-        set_fields(self, allow=_parse_allow(self.allow))
-        for name, parse in _PARSERS.items():
-            value = getattr(self, name)
+    def __init__(self, **arguments: Unpack[MemoryArguments]) -> None:
+        _refuse_unknown(arguments, _PARSERS)
+        for name, value in arguments.items():
             if value is not None:
-                set_fields(self, **{name: parse(value)})
+                set_fields(self, **{name: _PARSERS[name](value)})
         if self.remat is not None and self.dtr is not None:
             raise ValueError(
                 "`remat` and `dtr` exclude each other: both decide what is "
@@ -324,12 +337,18 @@ class MemoryOptions:
             )
 
     def __bool__(self) -> bool:
-        return any(getattr(self, name) is not None for name in _PARSERS)
+        return self != MemoryOptions()
 
     @property
     def num_parts(self) -> int:
         """In how many parts a batch is computed."""
         return self.microbatches.count if self.microbatches else 1
+
+    @property
+    def num_batches(self) -> int:
+        """For how many batches there is one update."""
+        steps = self.gradient_accumulation_steps
+        return steps.steps if steps else 1
 
 
 def split_options(
@@ -346,20 +365,18 @@ def split_options(
             is suggested.
         ValueError: As `MemoryOptions`.
     """
-    names = {field.name for field in dataclasses.fields(MemoryOptions)}
+    if known is not None:
+        _refuse_unknown(arguments, {*_PARSERS, *known})
+    given = [name for name in arguments if name in _PARSERS]
+    return MemoryOptions(**{name: arguments.pop(name) for name in given})
+
+
+def _refuse_unknown(arguments, known) -> None:
     for name in arguments:
-        if known is not None and name not in names | known:
-            near = difflib.get_close_matches(name, [*names, *known], n=1)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean `{near[0]}`?" if near else ""
             raise TypeError(f"Unexpected keyword argument `{name}`.{hint}")
-    given = {name: arguments.pop(name) for name in names & arguments.keys()}
-    return MemoryOptions(**given)
-
-
-def _parse_remat(value):
-    if isinstance(value, Remat):
-        return value
-    return Remat(plan=value) if _is_plan(value) else Remat(budget=value)
 
 
 def _is_plan(value) -> bool:
@@ -369,12 +386,6 @@ def _is_plan(value) -> bool:
     return is_path or hasattr(value, "segments")
 
 
-def _parse_dtr(value):
-    if isinstance(value, DTR):
-        return value
-    return DTR() if value is True else DTR(eviction_threshold=value)
-
-
 def _parse_allow(value) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else tuple(value)
     for name in names:
@@ -382,19 +393,20 @@ def _parse_allow(value) -> tuple[str, ...]:
     return names
 
 
-def _parse_as(option):
-    return lambda value: value if isinstance(value, option) else option(value)
+def _as(option: type, value):
+    return value if isinstance(value, option) else option(value)
 
 
 # What `memory_budget` decides, or cannot decide beside.
 _CHOSEN = ("remat", "dtr", "gradient_accumulation_steps")
 
-_PARSERS = {
+_PARSERS: dict[str, Callable[[Any], Any]] = {
     "memory_budget": lambda value: budget(value, "memory_budget"),
-    "microbatches": _parse_as(MicroBatches),
-    "gradient_accumulation_steps": _parse_as(GradientAccumulation),
-    "mixed_precision": _parse_as(MixedPrecision),
-    "remat": _parse_remat,
-    "dtr": _parse_dtr,
-    "sharding": _parse_as(Sharding),
+    "allow": _parse_allow,
+    "microbatches": functools.partial(_as, MicroBatches),
+    "gradient_accumulation_steps": functools.partial(_as, GradientAccumulation),
+    "mixed_precision": functools.partial(_as, MixedPrecision),
+    "remat": lambda v: Remat(plan=v) if _is_plan(v) else _as(Remat, v),
+    "dtr": lambda v: DTR() if v is True else _as(DTR, v),
+    "sharding": functools.partial(_as, Sharding),
 }

@@ -18,7 +18,7 @@ from kmem.fit.session import Session
 from kmem.sharding import agreeing
 from kmem.sharding.engine import Engine
 from kmem.step import batches
-from kmem.step import capture
+from kmem.step import snapshot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def dry_run(
     Returns:
         What a step took in this process, or `None` if it ran out of memory.
     """
-    with capture.unchanged(state, model.metrics):
+    with snapshot.unchanged(state, model.metrics):
         try:
             with training:
                 feed = _feed(model.distribute_strategy, batch, in_fit)
@@ -88,10 +88,10 @@ def of_session(
     session: Session, batch: Any, **arguments: Any
 ) -> Measurement | None:
     """`dry_run` of a session's step with a batch (`TensorSpec`s)."""
-    session.build(batch)
+    session.changes.build(batch)
     group = agreeing.processes(session.options)
     return dry_run(
-        *(session.model, batch, session.state, installed(session)),
+        *(session.model, batch, session.changes.variables, installed(session)),
         group=group,
         **arguments,
     )
@@ -100,7 +100,7 @@ def of_session(
 @contextlib.contextmanager
 def installed(session: Session) -> Iterator[None]:
     """Within, a session's model trains in it, and validates as always."""
-    session.install(test_step=False, undo=False)
+    session.install(test_step=False)
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmem import memory
+from kmem import precision
 from kmem.base.private_keras import all_layers
 from kmem.base.store import Store
 from kmem.budget import dry_run
@@ -23,7 +24,6 @@ from kmem.budget.correction import Corrector
 from kmem.budget.correction import Learned
 from kmem.budget.dry_run import Measurement
 from kmem.fit.session import Session
-from kmem.fit.session import option_precision
 from kmem.graph import xla
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
@@ -58,7 +58,7 @@ def plan(
     batch: Any,
     budget: int | float | str = "auto",
     *,
-    solver: str | Genetic = "optimal",
+    solver: Literal["optimal", "sqrt"] | Genetic = "optimal",
     costs: Literal["measured", "flops"] = "measured",
     verbose: int = 0,
 ) -> Plan:
@@ -136,7 +136,8 @@ def plan_for(
         replicas = model.distribute_strategy.num_replicas_in_sync
         batch = batches.part_of(batch, replicas)
         build(model, batch)
-    given = options.remat.plan
+    remat = options.remat or Remat()
+    given = remat.plan
     if given is not None:
         plan = given if isinstance(given, Plan) else Plan.load(given)
         _check_batch(plan, options, batch)
@@ -145,7 +146,7 @@ def plan_for(
         raise ValueError(
             "`remat` must be a `kmem.Plan` if the shapes of the batches "
             "cannot be told: make one with `kmem.plan(model, batch)`. "
-            f"Received: remat={options.remat.budget!r}"
+            f"Received: remat={remat.budget!r}"
         )
     plan = make_plan(
         *(model, batch, options, "measured", verbose, reserved_bytes),
@@ -169,6 +170,7 @@ def make_plan(
 
     What is learned of a model serves all models of the same structure.
     """
+    remat = options.remat or Remat()
     compiled = profiling.mode(model) == "xla"
     # The same plan has another peak in another of XLA's orders.
     in_order = compiled and xla.prefer_little_memory()
@@ -181,11 +183,11 @@ def make_plan(
     # The same for all budgets.
     rest = dataclasses.replace(options, remat=None)
     keeps_gradients = not updates.are_early(model, rest)
-    with option_precision(model, options):
+    with precision.applied(model, options.mixed_precision):
         recording = profiling.record_batch(model, microbatch)
         key = (
             *(matching.structure(recording), batches.to_json(batch), rest),
-            *(options.remat.solver, costs, profiling.mode(model), in_order),
+            *(remat.solver, costs, profiling.mode(model), in_order),
             *(type(getattr(model, "optimizer", None)), group.size),
             keeps_gradients,
             is_counted,
@@ -196,20 +198,20 @@ def make_plan(
             build_optimizer(model.optimizer, model.trainable_variables)
     gc.collect()
     in_use = agreeing.highest(group, in_use_bytes(model, batch, options))
-    asked = *key, options.remat.budget, reserved_bytes
+    asked = *key, remat.budget, reserved_bytes
     plan = _saved(asked, in_use)
     if agreeing.is_same(group, plan) and plan is not None:
         return plan
     learned = _learned.pop(key, None)
     if learned is None:
         measured = costs == "measured"
-        with option_precision(model, options):
+        with precision.applied(model, options.mixed_precision):
             profile = profiling.measure(recording, measured, verbose, compiled)
         network = dataclasses.replace(
             _measured_by_first(group, profile.network),
             keeps_gradients=keeps_gradients,
         )
-        learned = Learned(Chooser(network, options.remat.solver))
+        learned = Learned(Chooser(network, remat.solver))
     _learned[key] = learned
     while len(_learned) > tuning.MAX_LEARNED:
         _learned.pop(next(iter(_learned)))
@@ -217,7 +219,7 @@ def make_plan(
         *(learned, microbatch, profiling.mode(model), in_use),
         _runner(model, batch, options),
     )
-    plan = corrector.plan(options.remat.budget, reserved_bytes, argument)
+    plan = corrector.plan(remat.budget, reserved_bytes, argument)
     _plans.keep(asked, in_use, plan)
     return plan
 

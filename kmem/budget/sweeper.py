@@ -44,7 +44,6 @@ from kmem.options import DTR
 from kmem.options import HEURISTICS
 from kmem.options import MemoryOptions
 from kmem.step import batches
-from kmem.step import capture
 
 SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3)
 # The step's own, and those that are ready.
@@ -172,7 +171,7 @@ class _Sweeper:
 
     def _session(self, options: DTR) -> Session:
         session = Session(self._model, MemoryOptions(dtr=options))
-        session.build()
+        session.changes.build()
         return session
 
     def _forecast(self) -> Forecast:
@@ -283,8 +282,7 @@ class _Trial:
         model: Any = self._session.model
         # More than one step, if Keras takes several at a time.
         batch = itertools.repeat(self._data[index])
-        state = self._session.state
-        with capture.unchanged(state, model.metrics), self._installed():
+        with self._session.changes.undone(), self._installed():
             try:
                 with memory.track() as usage:
                     seconds = timed(model.train_function, batch)

@@ -30,7 +30,8 @@ from kmem.options import Remat
 from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
 from kmem.step import batches
-from kmem.step import capture
+from kmem.step import layers
+from kmem.step import snapshot
 
 # What was measured in this process: peaks without what else was in memory,
 # and how many times as long one step takes as another.
@@ -262,11 +263,12 @@ def ratio_in_turns(
     """
     data = [batches.made_up(batch) for batch in specs]
     for session in sessions:
-        session.build()
-    state = {id(v): v for session in sessions for v in session.state}
+        session.changes.build()
+    changes = [session.changes.variables for session in sessions]
+    state = {id(v): v for variables in changes for v in variables}
     metrics = sessions[0].model.metrics
     turns: list[tuple[float, float]] = []
-    with capture.unchanged(list(state.values()), metrics):
+    with snapshot.unchanged(list(state.values()), metrics):
         try:
             # The first turn traces.
             while len(turns) <= tuning.NUM_TURNS:
@@ -297,7 +299,7 @@ def _with_more(measurement: Measurement, num_bytes: int) -> Measurement:
 
 def _key(model: keras.Model, batch: Any) -> str:
     """What the steps of a model are known by; nothing if only it knows."""
-    if not capture.has_default_step(model):
+    if not layers.has_default_step(model):
         return ""
     try:
         recording = profiling.record_batch(model, batch)

@@ -39,7 +39,7 @@ from kmem.options import Sharding
 from kmem.sharding import agreeing
 from kmem.sharding.engine import engine
 from kmem.step import batches
-from kmem.step import capture
+from kmem.step import snapshot
 
 _SESSIONS = "_kmem_budgeted"
 
@@ -56,7 +56,7 @@ class _Bucket:
     # Whether nothing that needs less is known.
     is_least: bool = False
     num_steps: int = 0
-    reader: capture.Reader | None = None
+    reader: snapshot.Reader | None = None
     # The `repr` of what `fit` knows of its batches, and a function of one.
     function: tuple[str, Callable] | None = None
 
@@ -66,12 +66,12 @@ class _Bucket:
             self.function = repr(spec), self.session.on_batch(spec)
         return self.function[1]
 
-    def read_state(self) -> capture.Reader:
+    def read_state(self) -> snapshot.Reader:
         """Reads what a step changes; the first one may make variables."""
-        state = self.session.state
+        state = self.session.changes.variables
         reader = self.reader
         if reader is None or not reader.reads(state):
-            reader = self.reader = capture.Reader(state)
+            reader = self.reader = snapshot.Reader(state)
         return reader
 
 
@@ -196,7 +196,7 @@ class BudgetedSession:
             if attempt > 1:
                 less = int(tuning.OUT_OF_MEMORY_STEP * self._budget)
                 bucket = self._with_less(bucket, less, message)
-            state = capture.State(bucket.read_state(), self.model.metrics)
+            state = snapshot.State(bucket.read_state(), self.model.metrics)
             with memory.track() as usage:
                 logs, message = _run(bucket.step(self._spec), batch)
             if not message:
@@ -319,14 +319,14 @@ class BudgetedSession:
         """After a step: says which layers see one micro-batch at a time."""
         bucket: Any = self._bucket
         session = bucket.session
-        layers = session.gradient_step.layers_that_see_parts
+        layers = session.step.layers_that_see_parts
         names = tuple(layer.name for layer in layers)
         if names == bucket.report.layers_that_see_parts:
             return
         self._show(bucket, layers_that_see_parts=names)
         if not self._has_warned:
             self._has_warned = True
-            session.gradient_step.warn_of_parts()
+            session.step.warn_of_parts()
 
     def _exhausted(
         self,

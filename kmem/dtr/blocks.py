@@ -28,7 +28,7 @@ from kmem.base.private_keras import all_layers
 from kmem.dtr.compiled import CompiledCall
 from kmem.remat import state
 from kmem.remat.structure import Structure
-from kmem.step.capture import children
+from kmem.step.layers import children
 from kmem.step.patching import attribute
 
 _MAX_KINDS = 16

@@ -10,10 +10,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base.private_keras import all_layers
 from kmem.options import MemoryOptions
 from kmem.sharding import refusals
 from kmem.step import batches
-from kmem.step import capture
 
 _TRACED_APART = ("microbatches", "gradient_accumulation_steps", "remat")
 _SPLITTING = ("microbatches", "memory_budget", "sharding")
@@ -53,7 +53,7 @@ def _check_layers(model, options: MemoryOptions) -> None:
         next((n for n in names if getattr(options, n) is not None), None)
         for names in (_SPLITTING, _ADDING_UP)
     )
-    for layer in capture.all_layers(model) if splitting else []:
+    for layer in all_layers(model) if splitting else []:
         if getattr(layer, "stateful", False):
             raise ValueError(
                 f"`{splitting}` splits batches, and cannot be used with "
@@ -87,7 +87,7 @@ def _check_synchronized(model, options: MemoryOptions) -> None:
     body, a denominator or a recomputation is."""
     used = (n for n in _TRACED_APART if getattr(options, n) is not None)
     name = next(used, None)
-    for layer in capture.all_layers(model) if name else []:
+    for layer in all_layers(model) if name else []:
         if getattr(layer, "synchronized", False):
             raise ValueError(
                 f"`{name}` cannot be used with layers that synchronize their "

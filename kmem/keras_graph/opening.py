@@ -20,7 +20,7 @@ import keras
 from kmem.base import private_keras
 from kmem.base.private_keras import all_layers
 from kmem.step import patching
-from kmem.step.capture import children
+from kmem.step.layers import children
 
 
 @dataclasses.dataclass(frozen=True)

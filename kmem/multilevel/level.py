@@ -16,6 +16,7 @@ import tensorflow as tf
 from kmem import precision
 from kmem.base.checks import is_real
 from kmem.base.checks import positive_int
+from kmem.base.private_keras import all_layers
 from kmem.multilevel import loss as losses
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
@@ -23,7 +24,6 @@ from kmem.multilevel.hypergradients import Identity
 from kmem.multilevel.level_plan import LevelPlan
 from kmem.multilevel.unrolled import Unrolled
 from kmem.options import MemoryOptions
-from kmem.step import capture
 
 _SIXTEEN_BITS = ("float16", "bfloat16")
 
@@ -148,7 +148,7 @@ class Level(Derivatives):
     @property
     def num_batches(self) -> int:
         """The loader's batches in an update."""
-        return self.options.gradient_accumulation_steps.steps
+        return self.options.num_batches
 
     @property
     def variables(self) -> list:
@@ -255,10 +255,8 @@ class Level(Derivatives):
             return contextlib.nullcontext()
         # A name is that of a layer in one of the models.
         elsewhere = {
-            layer.name
-            for other in self.models
-            for layer in capture.all_layers(other)
-        } - {layer.name for layer in capture.all_layers(model)}
+            layer.name for other in self.models for layer in all_layers(other)
+        } - {layer.name for layer in all_layers(model)}
         exclude = [name for name in option.exclude if name not in elsewhere]
         option = dataclasses.replace(option, exclude=tuple(exclude))
         return precision.applied(model, option)

@@ -37,7 +37,9 @@ _FLOAT32_ANYWAY = (
 
 
 @contextlib.contextmanager
-def applied(model: keras.Model, option: MixedPrecision) -> Iterator[None]:
+def applied(
+    model: keras.Model, option: MixedPrecision | None
+) -> Iterator[None]:
     """Lets a model compute in 16 bits.
 
     Meant to be entered by a training step while it is traced, or on every
@@ -51,13 +53,16 @@ def applied(model: keras.Model, option: MixedPrecision) -> Iterator[None]:
         model: A model with float32 layers. Layers that compute in 16 bits
             already stay as they are.
         option: What to compute in, and which layers to leave out; with a
-            layer, its sublayers are left out.
+            layer, its sublayers are left out. `None` changes nothing.
 
     Raises:
         ValueError: If a layer is float64 or quantized, if `exclude` names no
             layer of the model, or if another option is applied to the model.
             Nothing has been changed then.
     """
+    if option is None:
+        yield
+        return
     with _lock:
         entry = _entries.get(model)
         if entry is None:

@@ -132,7 +132,7 @@ def _check_setting(model) -> None:
 
 def _check_in_shards(model, options: MemoryOptions) -> None:
     """Checks what a model that was built in shards cannot do."""
-    if options.sharding.stage == "optimizer":
+    if options.sharding and options.sharding.stage == "optimizer":
         raise ValueError(
             '`sharding="optimizer"` needs whole weights: take "gradients" for '
             "a model that was built under `kmem.ShardedStrategy`. "

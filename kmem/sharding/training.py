@@ -33,13 +33,16 @@ from kmem.sharding.slices import Slices
 from kmem.sharding.updating import ShardedOptimizer
 from kmem.sharding.variables import MirroredVariable
 from kmem.sharding.variables import ShardedVariable
+from kmem.step.mechanism import Mechanism
 
 # Of what a process holds, what may be whole.
 _WHOLE = 0.005
 
 
-class ShardedTraining:
+class ShardedTraining(Mechanism):
     """A model's training under `kmem.Sharding`.
+
+    It changes the model's variables, and how its layers come to their weights.
 
     Args:
         model: A compiled, built model.
@@ -50,6 +53,11 @@ class ShardedTraining:
     Attributes:
         slices: How batches are divided.
     """
+
+    kinds = ("train", "test", "predict")
+    allows_xla = False
+    is_traceable = False
+    between_steps = True
 
     def __init__(
         self,
@@ -112,24 +120,24 @@ class ShardedTraining:
         """Makes the model whole again. All processes have to call it.
 
         Args:
-            failed: Whether an error ended the training; see `is_left`.
+            failed: Whether an error ended the training; see `stays`.
         """
         self._during.close()
-        if not self.is_left(failed):
+        if not self.stays(failed):
             make_whole(self._model)
 
-    def is_left(self, failed: bool) -> bool:
+    def stays(self, failed: bool) -> bool:
         """Whether the model keeps its shards, as an error ended the training
         and others may be gone with theirs: who reads it takes part in
         gathering it."""
         return failed and self._engine.size > 1
 
-    def watched(self, function: Callable) -> Callable:
+    def wrapped(self, function: Callable) -> Callable:
         """A model's function, which may not wait for others for too long."""
         return self._engine.watching(self._model.steps_per_execution)(function)
 
     @contextlib.contextmanager
-    def forward(self, training: bool) -> Iterator[None]:
+    def computing(self, training: bool) -> Iterator[None]:
         """Within, the model's layers gather their weights as they run."""
         keeps = not training or self._option.stage != "full"
         with (

@@ -27,7 +27,7 @@ from kmem.base.private_keras import all_layers
 from kmem.sharding.gathering import gathered
 from kmem.sharding.variables import ShardedVariable
 from kmem.sharding.variables import prepared
-from kmem.step.capture import children
+from kmem.step.layers import children
 from kmem.step.patching import attribute
 
 

@@ -15,11 +15,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base.private_keras import all_layers
 from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.graph.ordering import Order
 from kmem.step import capture
 from kmem.step import layer_state
+from kmem.step import metrics
 from kmem.step.layer_state import LayerState
 from kmem.step.loss_terms import ROWS
 from kmem.step.loss_terms import SUM
@@ -164,7 +166,7 @@ class GradientStep:
         """Runs the step on one part, without its update."""
         share = tf.cast(rows, tf.float64) / tf.cast(batch_rows, tf.float64)
         split = self._splits
-        layers = capture.all_layers(self._model)
+        layers = all_layers(self._model)
         updates = []
         # Before the step proper, so that they draw the same random numbers.
         for group in apart:
@@ -180,7 +182,7 @@ class GradientStep:
         terms = LossTerms(share if split else None, totals)
         with (
             recording(terms, layers),
-            capture.metrics_of_part(self._model, share) as results,
+            metrics.counting_share(self._model, share) as results,
             capture.capturing(self._model, self._optimizer) as update,
             self._processes.weighing(share, update),
         ):
@@ -220,7 +222,7 @@ class GradientStep:
         every step: a variable has to exist before a loop that reads it.
         """
         model = self._model
-        layers = all(layer.built for layer in capture.all_layers(model))
+        layers = all(layer.built for layer in all_layers(model))
         # Metrics come after the loss.
         all_of_it = self._processes.split_batches and not all(
             metric.variables for metric in model.metrics
@@ -241,7 +243,7 @@ class GradientStep:
     def _count(self, data) -> list[tf.Tensor]:
         model = self._model
         terms = LossTerms()
-        layers = capture.all_layers(model)
+        layers = all_layers(model)
         with (
             capture.DiscardedState() as scope,
             recording(terms, layers),
@@ -289,9 +291,8 @@ class _Part:
         self.order = order
         self.sums_rows = updates[0].sums_rows
         self.variables = updates[0].variables
-        self._logs = logs
-        self._anew = _recomputed(logs, results if split else {})
         weight = share if split else None
+        self._logs = metrics.Logs(logs, results if split else {}, weight)
         gradient_weight = None if self.sums_rows else weight
         weighs = processes.weighs_gradient
         shape = processes.gradient_shape
@@ -307,17 +308,10 @@ class _Part:
             for update in updates
             if update.gradients is not None
         ]
-        self._raw_logs = [
-            _weighted_log(leaf, weight)
-            for leaf, anew in zip(
-                keras.tree.flatten(logs), self._anew, strict=True
-            )
-            if anew is None
-        ]
 
     def tensors(self) -> list[tf.Tensor]:
         flat = [g for gradients in self._gradients for g in gradients]
-        return [g for g in flat if g is not None] + self._raw_logs
+        return [g for g in flat if g is not None] + self._logs.tensors
 
     @property
     def variables_of_tensors(self) -> list:
@@ -328,7 +322,7 @@ class _Part:
             for g, variable in zip(gradients, self.variables, strict=True)
             if g is not None
         ]
-        return found + [None] * len(self._raw_logs)
+        return found + [None] * len(self._logs.tensors)
 
     def unpack(self, sums: list[tf.Tensor]) -> tuple[list[list], Any]:
         """Makes gradients and logs of the sums over all parts."""
@@ -337,28 +331,7 @@ class _Part:
             [None if g is None else next(rest) for g in gradients]
             for gradients in self._gradients
         ]
-
-        leaves = [
-            next(rest) if compute is None else compute()
-            for compute in self._anew
-        ]
-        return gradients, keras.tree.pack_sequence_as(self._logs, leaves)
-
-
-def _recomputed(logs, results) -> list:
-    """For each leaf of the logs, how to compute it from its metric's state;
-    `None` if it is no metric's result."""
-    leaves = keras.tree.flatten(logs)
-    named = isinstance(logs, dict) and len(logs) == len(leaves)
-    names = sorted(logs) if named else [None] * len(leaves)
-    recomputed = []
-    for leaf, name in zip(leaves, names, strict=True):
-        result = results.get(id(leaf))
-        if result is None and not tf.is_tensor(leaf):
-            # Keras 3.12 makes NumPy arrays of results in eager mode.
-            result = results.get(name)
-        recomputed.append(None if result is None else result[1])
-    return recomputed
+        return gradients, self._logs.of_batch(list(rest))
 
 
 def _weighted(gradient, shape, weight, dense: bool):
@@ -369,14 +342,6 @@ def _weighted(gradient, shape, weight, dense: bool):
     if weight is None:
         return gradient
     return gradient * tf.cast(weight, gradient.dtype)
-
-
-def _weighted_log(leaf, weight):
-    """A mean is averaged over the parts, a number of things added up."""
-    leaf = tf.convert_to_tensor(leaf)
-    if weight is None or not leaf.dtype.is_floating:
-        return leaf
-    return leaf * tf.cast(weight, leaf.dtype)
 
 
 def _by_group(gradients: list[list], base: str, apart: list[str]):

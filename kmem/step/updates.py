@@ -8,7 +8,6 @@ common norm or to scale a loss, updates at the end of a step.
 """
 
 import contextlib
-from collections.abc import Callable
 from collections.abc import Iterator
 
 import keras
@@ -18,8 +17,8 @@ from kmem.graph import fusion
 from kmem.graph.ordering import Order
 from kmem.options import MemoryOptions
 from kmem.step import batches
-from kmem.step import capture
 from kmem.step import patching
+from kmem.step.layers import has_default_step
 
 # How many arrays of a variable's size an update takes at most: its gradient,
 # and what Adam computes from it.
@@ -39,7 +38,7 @@ def are_early(model: keras.Model, options: MemoryOptions) -> bool:
         optimizer is not None
         and _updates_one_by_one(optimizer)
         and _are_small(model.trainable_variables)
-        and capture.has_default_step(model)
+        and has_default_step(model)
         and not (model.run_eagerly or model.jit_compile)
         and model.distribute_strategy.num_replicas_in_sync == 1
         and options.microbatches is None
@@ -64,40 +63,6 @@ def _are_small(variables: list) -> bool:
     """
     sizes = [batches.num_bytes(v.value) for v in variables]
     return _NUM_ARRAYS * max(sizes, default=0) <= sum(sizes)
-
-
-def undone_if_failed(
-    function: Callable, model: keras.Model, variables: Callable[[], list]
-) -> Callable:
-    """A train function that leaves no update of a step that fails.
-
-    An early update cannot wait to see whether all of its step succeeds, nor
-    can one that runs operator by operator. So what a step changes is kept
-    outside of the device until it is done.
-
-    Args:
-        function: A train function, which takes an iterator.
-        model: The model that it trains.
-        variables: Tells what a step changes.
-    """
-    reader: capture.Reader | None = None
-
-    def train(iterator):
-        nonlocal reader
-        changed = variables()
-        if reader is None or not reader.reads(changed):
-            reader = capture.Reader(changed)
-        before = capture.State(reader, model.metrics)
-        try:
-            return function(iterator)
-        except (StopIteration, tf.errors.OutOfRangeError):
-            # The data ended. Steps that were taken before are done.
-            raise
-        except BaseException:
-            before.restore()
-            raise
-
-    return train
 
 
 @contextlib.contextmanager

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from kmem.base.private_keras import all_layers
 from kmem.step import capture
+from kmem.step import metrics
+from kmem.step import snapshot
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ def test_a_mean_of_parts_counts_their_shares(model):
     model.tracked = mean
 
     for share, value in ((0.25, 8.0), (0.75, 4.0)):
-        with capture.metrics_of_part(model, share) as results:
+        with metrics.counting_share(model, share) as results:
             mean.update_state(value)
             result = mean.result()
         assert results[id(result)][0] is result
@@ -91,7 +94,7 @@ def test_a_mean_of_parts_counts_their_shares(model):
 def test_layers_are_found_at_any_depth_the_outermost_first(model):
     outer = keras.Sequential([keras.Input((5,)), model])
 
-    names = [layer.name for layer in capture.all_layers(outer)]
+    names = [layer.name for layer in all_layers(outer)]
 
     assert names[0] == outer.name
     assert {model.name, *(layer.name for layer in model.layers)} < set(names)
@@ -101,13 +104,13 @@ def test_layers_are_found_at_any_depth_the_outermost_first(model):
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 def test_a_reader_reads_values_anew(dtype, shape):
     variable = tf.Variable(tf.zeros(shape, dtype))
-    reader = capture.Reader([variable])
+    reader = snapshot.Reader([variable])
     (first,) = reader.read()
     np.testing.assert_array_equal(first, variable.numpy())
     variable.assign(tf.cast(tf.ones(shape), dtype))
     (second,) = reader.read()
     np.testing.assert_array_equal(second, variable.numpy())
-    state = capture.State(reader, [])
+    state = snapshot.State(reader, [])
     variable.assign(tf.zeros(shape, dtype))
     state.restore()
     np.testing.assert_array_equal(variable.numpy(), second)

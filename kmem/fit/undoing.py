@@ -1,0 +1,103 @@
+"""What the steps of a model change, and the undo of steps that fail.
+
+An early update cannot wait to see whether all of its step succeeds, nor can
+one that runs operator by operator. A step leaves all of its updates, or none.
+"""
+
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from kmem.base.private_keras import all_layers
+from kmem.graph import releasing
+from kmem.sharding.training import stored
+from kmem.step import snapshot
+from kmem.step.accumulation import build_optimizer
+from kmem.step.layers import changed_variables
+from kmem.step.layers import optimizers
+from kmem.step.mechanism import Mechanism
+
+
+class Changes:
+    """What a model's steps change.
+
+    Args:
+        model: The model.
+        optimizer: What its steps see as `model.optimizer`.
+    """
+
+    def __init__(self, model: keras.Model, optimizer):
+        self._model = model
+        self._optimizer = optimizer
+        self._train_step = model.train_step
+
+    @property
+    def variables(self) -> list:
+        """The variables that a step may change."""
+        return stored(changed_variables(self._model, self._optimizer))
+
+    def undone(self):
+        """A context that gives back what steps change within."""
+        return snapshot.unchanged(self.variables, self._model.metrics)
+
+    @property
+    def layers_are_built(self) -> bool:
+        """Whether all variables exist but for those of optimizers."""
+        return all(layer.built for layer in all_layers(self._model))
+
+    def build(self, batch=None) -> None:
+        """Makes the variables that the first step would make.
+
+        Args:
+            batch: What the step gets, as `tf.TensorSpec`s. It is traced for
+                the optimizers that a `train_step` has besides the model's.
+        """
+        strategy = self._model.distribute_strategy
+        with strategy.scope():
+            build_optimizer(self._optimizer, self._model.trainable_variables)
+        others = optimizers(self._model)
+        if batch is not None and not all(each.built for each in others):
+            step = self._train_step
+            releasing.function(
+                lambda data: strategy.run(step, args=(data,))
+            ).get_concrete_function(batch)
+
+
+class Undoing(Mechanism):
+    """Keeps what a step changes outside of the device until it is done.
+
+    Args:
+        model: The model.
+        changes: What a step changes.
+    """
+
+    def __init__(self, model: keras.Model, changes: Changes):
+        self._model = model
+        self._changes = changes
+        self._reader: snapshot.Reader | None = None
+
+    def start(self) -> None:
+        if self._changes.layers_are_built:
+            self._changes.build()
+
+    def stop(self, failed: bool = False) -> None:
+        # With the memory that it reads into.
+        self._reader = None
+
+    def wrapped(self, function: Callable) -> Callable:
+        def train(iterator):
+            changed, reader = self._changes.variables, self._reader
+            if reader is None or not reader.reads(changed):
+                reader = self._reader = snapshot.Reader(changed)
+            before = snapshot.State(reader, self._model.metrics)
+            try:
+                return function(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                # The data ended. Steps that were taken before are done.
+                raise
+            except BaseException:
+                before.restore()
+                raise
+
+        return train
