@@ -93,9 +93,9 @@ def choose(
         # What it names has to do when it is asked for, when the search has
         # left its traces in memory.
         left = planner.in_use_bytes(model, batch, given) - in_use
+        asked: Any = options.memory_budget
         raise ImpossibleBudget(
-            *(options.memory_budget, budget_bytes, search.least),
-            2 * max(left, 0),
+            *(asked, budget_bytes, search.least), 2 * max(left, 0)
         )
     others = [choice for choice in search.tried if choice != best]
     others.sort(key=lambda choice: choice.predicted_seconds)

@@ -231,7 +231,7 @@ class _Trial:
 
     def run(self) -> None:
         """Takes a step with each batch, unless one has failed."""
-        options = self._session.options.dtr
+        options: Any = self._session.options.dtr
         threshold, in_use = options.eviction_threshold, memory.current()
         if not self._plainly and 0 < threshold < in_use:
             self.error = (

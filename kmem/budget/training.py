@@ -92,7 +92,7 @@ class BudgetedSession:
         self._compiled = compiled_state(model)
         self._group = agreeing.processes(options)
         self._budget = _budget_bytes(options)
-        given = options.memory_budget
+        given: Any = options.memory_budget
         self._received = received_budget(given, self._budget)
         self._verbose = 0
         # What steps were seen to need beyond what was predicted.
@@ -377,7 +377,7 @@ def _run(step, batch) -> tuple[Any, str]:
 
 
 def _budget_bytes(options: MemoryOptions) -> int:
-    budget = options.memory_budget
+    budget: Any = options.memory_budget
     if isinstance(budget, float):
         return int(budget * memory.capacity())
     return budget
