@@ -205,7 +205,12 @@ class BudgetedSession:
             state.restore()
             option = describe(bucket.session.options)
             self._event(f"A step ran out of memory ({option}) and was undone.")
-        raise self._exhausted(message)
+        raise self._exhausted(
+            "A step ran out of memory, with every option that is known to need "
+            "less as well. The model is as it was before the step: make the "
+            "batch smaller or the budget larger.",
+            message,
+        )
 
     def _step_with_others(self, bucket: _Bucket, batch):
         """Takes one step together with the other processes."""
@@ -213,10 +218,10 @@ class BudgetedSession:
             logs, message = _run(bucket.step(self._spec), batch)
         if message:
             raise self._exhausted(
+                "A step ran out of memory, and processes that train in shards "
+                "cannot undo theirs: start them again, from the last "
+                "checkpoint, with a smaller `memory_budget`.",
                 message,
-                "and processes that train in shards cannot undo theirs: start "
-                "them again, from the last checkpoint, with a smaller "
-                "`memory_budget`.",
             )
         bucket.num_steps += 1
         if bucket.num_steps <= tuning.NUM_AGREED:
@@ -329,14 +334,9 @@ class BudgetedSession:
             session.step.warn_of_parts()
 
     def _exhausted(
-        self,
-        message: str,
-        advice: str = "with every option that is known to need less as well. "
-        "The model is as it was before the step: make the batch smaller or "
-        "the budget larger.",
+        self, advice: str, message: str
     ) -> tf.errors.ResourceExhaustedError:
-        text = f"A step ran out of memory, {advice} {message} "
-        text += f"Received: {self._received}"
+        text = f"{advice} {message} Received: {self._received}"
         return tf.errors.ResourceExhaustedError(None, None, text)
 
     def _event(self, line: str) -> None:
