@@ -335,9 +335,9 @@ class _GPU:
         return tf.config.experimental.get_memory_info(self._name)
 
     def _note(self) -> None:
-        seen = self._info()["peak"]
+        peak_bytes = self._info()["peak"]
         for mark, highest in self._marks.items():
-            self._marks[mark] = max(highest, seen)
+            self._marks[mark] = max(highest, peak_bytes)
 
     def _restart(self, mark: int) -> None:
         import tensorflow as tf
@@ -365,10 +365,10 @@ def _meter(device: str | None) -> _Meter:
         return _meters["CPU", 0]
     if kind == "GPU" and index < len(gpus):
         return _meters.setdefault((kind, index), _GPU(index))
-    known = [f"CPU:{i}" for i in range(_num_cpus())]
-    known += [f"GPU:{i}" for i in range(len(gpus))]
+    devices = [f"CPU:{i}" for i in range(_num_cpus())]
+    devices += [f"GPU:{i}" for i in range(len(gpus))]
     raise ValueError(
-        f"`device` must be one of {', '.join(known)}, or None. "
+        f"`device` must be one of {', '.join(devices)}, or None. "
         f"Received: device={device!r}"
     )
 

@@ -158,8 +158,10 @@ def _compile(compiler: list[str], path: pathlib.Path) -> None:
         }
         with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             done = [
-                pool.submit(_run, [*command, "-c", str(source), "-o", made])
-                for source, made in objects.items()
+                pool.submit(
+                    _run, [*command, "-c", str(source), "-o", object_path]
+                )
+                for source, object_path in objects.items()
             ]
             for future in done:
                 future.result()

@@ -29,9 +29,9 @@ class Size(int):
     """Bytes that were written as text, which messages repeat."""
 
     def __new__(cls, num_bytes: int, written: str):
-        made = super().__new__(cls, num_bytes)
-        made.written = written
-        return made
+        size = super().__new__(cls, num_bytes)
+        size.written = written
+        return size
 
     def __getnewargs__(self):
         return int(self), self.written

@@ -72,11 +72,11 @@ class Store:
             return
         for path in sorted(folder.glob(f"{name}-*.json")):
             try:
-                found = int(path.stem.rpartition("-")[2]), self._load(path)
+                entry = int(path.stem.rpartition("-")[2]), self._load(path)
             except (OSError, ValueError):
                 # Damaged, or of another version: as if it were not there.
                 continue
-            yield found
+            yield entry
 
     def keep(self, key: tuple, in_use_bytes: int, thing: Any) -> None:
         """Keeps a thing; on disk, if the folder is the user's alone.

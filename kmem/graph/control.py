@@ -78,7 +78,7 @@ def before(gradients: list, results: list) -> list:
         return results
     ops = [fusion.maker(g) for g in gradients if g is not None]
     with tf.control_dependencies(
-        [known for op in ops for known in fusion.known_before(op)]
+        [earlier for op in ops for earlier in fusion.known_before(op)]
     ):
         return [None if r is None else _identity(r) for r in results]
 

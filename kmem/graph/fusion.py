@@ -39,11 +39,11 @@ _FUNCTIONS = frozenset(
 )
 
 
-def lasting(made: tf.Tensor) -> tf.Tensor:
+def lasting(result: tf.Tensor) -> tf.Tensor:
     """A result that the graph optimizer neither takes out nor joins then."""
     if not tf.executing_eagerly():
-        private_tf.keep_apart(made.op)
-    return made
+        private_tf.keep_apart(result.op)
+    return result
 
 
 def maker(gradient) -> tf.Operation:

@@ -65,8 +65,10 @@ class Scopes:
 
         def name_scope(name) -> _Entered:
             asked = graph.get_name_scope(), name
-            known = next(unused.get(asked, iter(())), None)
-            return actual(name) if known is None else within(known)
+            name_in_first = next(unused.get(asked, iter(())), None)
+            return (
+                actual(name) if name_in_first is None else within(name_in_first)
+            )
 
         # Gradients are named after it.
         def get_name_scope() -> str:

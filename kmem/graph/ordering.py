@@ -102,7 +102,7 @@ def hold_back(
     start = fusion.known_before(ops[first])
     # What to wait for: of the last two stages that made a weight gradient,
     # and of the last two parts of the rest.
-    made, others = [start, start], [[], []]
+    ends, others = [start, start], [[], []]
     # The forward pass is no stage, but what came with the first one is.
     at_first = _ancestors([ops[first]])
     rest = [op for op in ops[:first] if op not in at_first]
@@ -123,12 +123,12 @@ def hold_back(
             continue
         if weight_gradients.isdisjoint(stage):
             # Only the first part is begun beside the last weight gradient.
-            beside = made[0]
+            beside = ends[0]
             for part in _parts(held, order):
                 others = [others[1], order.append(part, beside + others[1])]
-                beside = made[1]
+                beside = ends[1]
         else:
-            made = [made[1], order.append(held, made[1] + others[0])]
+            ends = [ends[1], order.append(held, ends[1] + others[0])]
     return order
 
 
@@ -142,8 +142,8 @@ def needed(graph: tf.Graph, ops: Iterable[tf.Operation]) -> list[tf.Operation]:
         graph: Whose operations they are.
         ops: The operations.
     """
-    found = _ancestors(ops)
-    return _sorted([op for op in graph.get_operations() if op in found])
+    ancestors = _ancestors(ops)
+    return _sorted([op for op in graph.get_operations() if op in ancestors])
 
 
 def chain(ops: Iterable[tf.Operation]) -> None:
@@ -224,8 +224,8 @@ class Order:
                     before += tensor.consumers()
         # Not one that waits for these already.
         for op in _sorted(before, self._stages):
-            known = [self._stages[source] for source in _sources(op)]
-            self._stages[op] = max(known, default=0)
+            stages = [self._stages[source] for source in _sources(op)]
+            self._stages[op] = max(stages, default=0)
         last = max((self._stages[op] for op in before), default=0)
         self._stages.update(dict.fromkeys(ends, last))
         for op in next(filter(None, self._waiting[last + 2 :]), []):
@@ -292,26 +292,26 @@ def _parts(
 
 
 def _sorted(
-    ops: list[tf.Operation], known: Container[tf.Operation] = ()
+    ops: list[tf.Operation], placed: Container[tf.Operation] = ()
 ) -> list[tf.Operation]:
     """Operations that are not known, with what each needs before it.
 
     The gradient of a loop replaces the loop by another one, which is younger
     than what reads its results.
     """
-    found: dict[tf.Operation, None] = {}
+    ordered: dict[tf.Operation, None] = {}
     for op in ops:
-        waiting = [op] if op not in known else []
+        waiting = [op] if op not in placed else []
         while waiting:
             missing = [
                 source
                 for source in _sources(waiting[-1])
-                if source not in found and source not in known
+                if source not in ordered and source not in placed
             ]
             waiting += missing
             if not missing:
-                found[waiting.pop()] = None
-    return list(found)
+                ordered[waiting.pop()] = None
+    return list(ordered)
 
 
 def _sources(op: tf.Operation) -> list[tf.Operation]:
@@ -322,14 +322,14 @@ def _ancestors(
     ops: Iterable[tf.Operation], within: set[tf.Operation] | None = None
 ) -> set[tf.Operation]:
     """The operations, and all that they need."""
-    found: set[tf.Operation] = set()
+    ancestors: set[tf.Operation] = set()
     waiting = list(ops)
     while waiting:
         op = waiting.pop()
-        if op not in found and (within is None or op in within):
-            found.add(op)
+        if op not in ancestors and (within is None or op in within):
+            ancestors.add(op)
             waiting += _sources(op)
-    return found
+    return ancestors
 
 
 def _descendants(
@@ -337,11 +337,11 @@ def _descendants(
 ) -> set[tf.Operation]:
     """The operations, and those of some others, in an order in which they can
     run, that read what any of them makes."""
-    found = set(ops)
+    descendants = set(ops)
     for op in within:
-        if any(tensor.op in found for tensor in op.inputs):
-            found.add(op)
-    return found
+        if any(tensor.op in descendants for tensor in op.inputs):
+            descendants.add(op)
+    return descendants
 
 
 def _is_large(op: tf.Operation) -> bool:

@@ -100,8 +100,8 @@ def hold_back(gradients: list) -> None:
         return
     graph = values[0].graph
     positions = {op: i for i, op in enumerate(graph.get_operations())}
-    made = {tensor.op: tensor for tensor in values if tensor.op in positions}
-    ordered = sorted(made, key=lambda op: positions[op])
+    tensors = {tensor.op: tensor for tensor in values if tensor.op in positions}
+    ordered = sorted(tensors, key=lambda op: positions[op])
     for before, after in itertools.pairwise(ordered):
         chain = {
             tensor.ref(): tensor.consumers()
@@ -111,7 +111,7 @@ def hold_back(gradients: list) -> None:
         }
         with graph.as_default():
             delayed = control.delayed(
-                [made[before]], [key.deref() for key in chain]
+                [tensors[before]], [key.deref() for key in chain]
             )
         for new, (key, readers) in zip(delayed, chain.items(), strict=True):
             for op in readers:

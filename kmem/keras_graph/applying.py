@@ -155,11 +155,11 @@ class _LineRun:
         ):
             stop += 1
         parts = self._line.parts[start:stop]
-        made = dict.fromkeys(key for part in parts for key in part.makes)
+        outputs = dict.fromkeys(key for part in parts for key in part.makes)
         read = dict.fromkeys(key for part in parts for key in part.reads)
-        reads = [key for key in read if key not in made]
+        reads = [key for key in read if key not in outputs]
         last_reads = self._line.last_reads
-        makes = [key for key in made if last_reads.get(key, -1) >= stop]
+        makes = [key for key in outputs if last_reads.get(key, -1) >= stop]
 
         def run(*tensors):
             local = dict(zip(reads, tensors, strict=True))

@@ -126,9 +126,11 @@ class _Step:
         if not is_counted:
             forward_peak = _computed_peak_bytes(forward)
             backward_peak = _computed_peak_bytes(traced)
-        made = both.residual_bytes + both.gradient_bytes
-        made += sum(num_bytes(self._results[i]) for i in both.kept_outputs)
-        made += sum(
+        result_bytes = both.residual_bytes + both.gradient_bytes
+        result_bytes += sum(
+            num_bytes(self._results[i]) for i in both.kept_outputs
+        )
+        result_bytes += sum(
             num_bytes(self._inputs[i])
             for i in set(both.gradients) - set(both.passed)
         )
@@ -152,7 +154,7 @@ class _Step:
             forward_workspace_bytes=max(
                 0, forward_peak - sum(map(num_bytes, self._results))
             ),
-            backward_workspace_bytes=max(0, backward_peak - made),
+            backward_workspace_bytes=max(0, backward_peak - result_bytes),
         )
 
 
@@ -199,27 +201,27 @@ class _Backward:
         outputs, gradients, num_forward = self._gradients(
             inputs, output_gradients
         )
-        made = tf.nest.flatten(
+        flat_gradients = tf.nest.flatten(
             [g for g in gradients if g is not None], expand_composites=True
         )
         self._read_inputs(inputs, output_gradients, gradients)
-        kept = _read_before(made, num_forward)
+        reads = _read_before(flat_gradients, num_forward)
         places = {root(t).ref(): i for i, t in enumerate(inputs)}
         results = {}
         for i, output in enumerate(outputs):
             if root(output).ref() not in places:
                 results.setdefault(root(output).ref(), i)
         self.kept_inputs = tuple(
-            sorted({places[r] for r in kept & places.keys()})
+            sorted({places[r] for r in reads & places.keys()})
         )
         self.kept_outputs = tuple(
-            sorted({results[r] for r in kept & results.keys()})
+            sorted({results[r] for r in reads & results.keys()})
         )
-        rest = kept - places.keys() - results.keys()
+        rest = reads - places.keys() - results.keys()
         self.residual_bytes = sum(
             num_bytes(ref.deref()) for ref in rest if _is_memory(ref.deref())
         )
-        return made
+        return flat_gradients
 
     def _read_inputs(self, inputs, output_gradients, gradients) -> None:
         """Which inputs get a gradient, and which just the one handed in."""
@@ -249,18 +251,18 @@ def _read_before(tensors, num_forward: int) -> set:
         return set()
     operations = tensors[0].graph.get_operations()
     forward = set(operations[:num_forward])
-    kept, seen, waiting = set(), set(), [t.op for t in tensors]
+    reads, visited, waiting = set(), set(), [t.op for t in tensors]
     while waiting:
         operation = waiting.pop()
-        if operation in seen or operation in forward:
+        if operation in visited or operation in forward:
             continue
-        seen.add(operation)
+        visited.add(operation)
         for tensor in operation.inputs:
             if tensor.op in forward:
-                kept.add(root(tensor).ref())
+                reads.add(root(tensor).ref())
             else:
                 waiting.append(tensor.op)
-    return kept
+    return reads
 
 
 def _is_memory(tensor: tf.Tensor) -> bool:

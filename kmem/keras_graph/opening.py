@@ -116,12 +116,12 @@ def opened(model: keras.Model, visitor: Visitor) -> Iterator[None]:
             runner = functools.partial(_line_runner, each, functional, visitor)
             name = private_keras.RUN_THROUGH_GRAPH
             stack.enter_context(patching.method(functional, name, runner))
-        found = {}
+        layers = {}
         for tree in trees:
             change = _visited(visitor.run_tree, tree)
             stack.enter_context(patching.method(tree, "call", change))
-            found |= {id(layer): layer for layer in children(tree)}
-        for layer in found.values():
+            layers |= {id(layer): layer for layer in children(tree)}
+        for layer in layers.values():
             change = _visited(visitor.run_child, layer)
             stack.enter_context(patching.method(layer, "call", change))
         yield

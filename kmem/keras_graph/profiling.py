@@ -85,7 +85,7 @@ def profile(
     """Measures a training step of a model, operation by operation.
 
     The model is traced, and every operation that differs is run by itself, on
-    made-up numbers; the model's state stays as it is.
+    random data; the model's state stays as it is.
 
     Args:
         model: A built `keras.Model`: Functional, Sequential, or subclassed;
@@ -142,7 +142,7 @@ def record_batch(model: keras.Model, batch: Any) -> Recording:
     for spec in keras.tree.flatten(specs):
         if spec is not None and not spec.shape.is_fully_defined():
             raise ValueError(
-                "`batch` must have a fixed shape, the number of rows "
+                "`batch` must have a fixed shape, the batch size "
                 f"included. Received: batch with shape {spec.shape}"
             )
     return record(model, specs)
@@ -155,22 +155,22 @@ def measure(
     compiled: bool = False,
 ) -> Profile:
     """Costs each call; equal calls are run once."""
-    known: dict[str, Cost] = {}
-    found = []
+    cost_by_signature: dict[str, Cost] = {}
+    costs = []
     progress = keras.utils.Progbar(
         len(recording.calls), verbose=verbose, unit_name="operation"
     )
     for call in recording.calls:
         if call.operation is None:
-            found.append(_cost_between(call))
+            costs.append(_cost_between(call))
         else:
             key = signature(call)
-            if key not in known:
-                known[key] = _cost_of(call, measured, compiled)
-            found.append(known[key])
+            if key not in cost_by_signature:
+                cost_by_signature[key] = _cost_of(call, measured, compiled)
+            costs.append(cost_by_signature[key])
         if verbose:
             progress.add(1)
-    return _assemble(recording, found)
+    return _assemble(recording, costs)
 
 
 def _cost_of(call: Call, measured: bool, compiled: bool) -> Cost:
@@ -182,7 +182,7 @@ def _cost_of(call: Call, measured: bool, compiled: bool) -> Cost:
             None,
             f"{call.name} does not fit in the device by itself, with its "
             "gradient, so that it cannot be measured: make the batch smaller, "
-            f"or compute it in parts (`microbatches`). {error.message}",
+            f"or split it (`microbatches`). {error.message}",
         ) from None
 
 
@@ -198,8 +198,8 @@ def _assemble(recording: Recording, costs: list[Cost]) -> Profile:
         backward = bool(gradients) or cost.gradient_bytes > 0
         if backward:
             trained.update(call.gives)
-        kept = {call.reads[i] for i in cost.kept_inputs}
-        kept |= {call.gives[i] for i in cost.kept_outputs}
+        kept_values = {call.reads[i] for i in cost.kept_inputs}
+        kept_values |= {call.gives[i] for i in cost.kept_outputs}
         # What only shows an argument differently hands the gradient on.
         own = [i for i in gradients if call.reads[i] not in call.gives]
         residual_bytes = cost.residual_bytes if backward else 0
@@ -207,7 +207,7 @@ def _assemble(recording: Recording, costs: list[Cost]) -> Profile:
             name=call.name,
             inputs=distinct(call.reads),
             outputs=call.makes,
-            kept=distinct(kept) if backward else (),
+            kept=distinct(kept_values) if backward else (),
             gradients=(gradient_values := distinct(call.reads[i] for i in own)),
             shares=tuple(call.uses.get(v, 1) for v in gradient_values),
             passed=_passed(call, cost, own),

@@ -112,12 +112,12 @@ class Frame:
         and ends at places of one line."""
         if self.is_line:
             places = {place for span in self.spans for place in span}
-            found = [tuple(sorted(places))]
+            lines = [tuple(sorted(places))]
         else:
-            found = list(self.spans)
+            lines = list(self.spans)
         for frame in self.inner.values():
-            found += frame.lines()
-        return found
+            lines += frame.lines()
+        return lines
 
 
 @dataclasses.dataclass
@@ -285,7 +285,15 @@ class _Recorder(opening.Visitor):
         return outputs
 
     def _append(
-        self, name, operation, called, arguments, read, results, before, kept=0
+        self,
+        name,
+        operation,
+        called,
+        arguments,
+        read,
+        results,
+        before,
+        residual_bytes=0,
     ):
         operations = _graph().get_operations()
         function, ambient = called
@@ -295,8 +303,8 @@ class _Recorder(opening.Visitor):
         uses: collections.Counter[int] = collections.Counter()
         for each in operations[before:]:
             if each.type not in ALIASES and each.type not in _NO_GRADIENT:
-                known = [self._values.get(root(t).ref()) for t in each.inputs]
-                uses.update([v for v in known if v is not None])
+                values = [self._values.get(root(t).ref()) for t in each.inputs]
+                uses.update([v for v in values if v is not None])
         self._ends.append(len(operations))
         self.recording.calls.append(
             Call(
@@ -312,7 +320,7 @@ class _Recorder(opening.Visitor):
                 {v: n for v, n in uses.items() if v in reads},
                 tuple(each.type for each in operations[before:]),
                 tuple(purity.effects(operations[before:])),
-                kept,
+                residual_bytes,
             )
         )
 
@@ -325,8 +333,8 @@ class _Recorder(opening.Visitor):
                 for tensor in operation.inputs:
                     users[root(tensor).ref()].append((number, operation))
         seams: set[int] = set()
-        for call, made in enumerate(self.recording.calls):
-            for value in made.makes:
+        for call, recorded in enumerate(self.recording.calls):
+            for value in recorded.makes:
                 tensor = self.recording.tensors[value]
                 used = users[tensor.ref()]
                 if len(used) != 1:
@@ -338,17 +346,17 @@ class _Recorder(opening.Visitor):
         self.recording.seams = frozenset(seams)
 
     def _known(self, tensors) -> tuple[int, ...]:
-        found = [self._values.get(root(t).ref()) for t in tensors]
-        return tuple(v for v in found if v is not None)
+        values = [self._values.get(root(t).ref()) for t in tensors]
+        return tuple(v for v in values if v is not None)
 
     def _new_values(self, tensors) -> tuple[int, ...]:
-        made = []
+        new = []
         for tensor in map(root, tensors):
             if tensor.ref() not in self._values:
-                made.append(len(self.recording.tensors))
-                self._values[tensor.ref()] = made[-1]
+                new.append(len(self.recording.tensors))
+                self._values[tensor.ref()] = new[-1]
                 self.recording.tensors.append(tensor)
-        return tuple(made)
+        return tuple(new)
 
     def _record_between(self, name: str, tensors) -> None:
         """Records what a subclassed model computes before a layer."""
@@ -357,12 +365,12 @@ class _Recorder(opening.Visitor):
         if not unknown:
             return
         results = {t.ref() for t in unknown}
-        read, waiting, seen, kept = [], list(unknown), set(), 0
+        read, waiting, visited, residual_bytes = [], list(unknown), set(), 0
         while waiting:
             tensor = waiting.pop()
-            if tensor.ref() in seen:
+            if tensor.ref() in visited:
                 continue
-            seen.add(tensor.ref())
+            visited.add(tensor.ref())
             if root(tensor).ref() in self._values:
                 read.append(tensor)
                 continue
@@ -371,12 +379,17 @@ class _Recorder(opening.Visitor):
                 and tensor.dtype.is_floating
                 and tensor.ref() not in results
             ):
-                kept += num_bytes(tensor)
+                residual_bytes += num_bytes(tensor)
             waiting += tensor.op.inputs
         before = self._ends[-1] if self._ends else 0
         call = None, (None, {}), ((), {})
         self._append(
-            f"before {name}", *call, read, tuple(unknown), before, kept
+            f"before {name}",
+            *call,
+            read,
+            tuple(unknown),
+            before,
+            residual_bytes,
         )
 
 

@@ -107,10 +107,14 @@ def crossing_bytes(network: Network) -> np.ndarray:
 def kept_bytes(network: Network) -> np.ndarray:
     """Stage -> the bytes that it makes for a backward pass to read."""
     stages = [stage for stage in network.stages if stage.has_backward]
-    kept = {value for stage in stages for value in stage.kept}
+    kept_values = {value for stage in stages for value in stage.kept}
     return np.array(
         [
-            sum(network.value_bytes[v] for v in stage.outputs if v in kept)
+            sum(
+                network.value_bytes[v]
+                for v in stage.outputs
+                if v in kept_values
+            )
             + stage.residual_bytes * stage.has_backward
             for stage in network.stages
         ]
@@ -154,12 +158,12 @@ def sqrt(
 
 def _equal(cutter: Cutter, num_segments: int) -> list[int]:
     """Cuts at the narrowest place near each of the equal shares."""
-    kept = np.cumsum([0, *kept_bytes(cutter.network)])
+    total_kept = np.cumsum([0, *kept_bytes(cutter.network)])
     crossing = crossing_bytes(cutter.network)
     cuts = []
     for number in range(1, num_segments):
-        share = kept[-1] / num_segments
-        distance = abs(kept - number * share)
+        share = total_kept[-1] / num_segments
+        distance = abs(total_kept - number * share)
         near = [p for p in cutter.places if distance[p] <= share / 4]
         if near:
             # Of equally narrow ones, the nearest.

@@ -57,9 +57,9 @@ class Graph:
     resident_bytes: int = 0
 
     def __post_init__(self):
-        made = set(self.constants)
+        existing = set(self.constants)
         for index, operation in enumerate(self.operations):
-            missing = set(operation.inputs) - made
+            missing = set(operation.inputs) - existing
             if missing:
                 raise ValueError(
                     "An operation must read tensors that were made before "
@@ -67,17 +67,17 @@ class Graph:
                     f"reads {sorted(missing)}"
                 )
             for tensor in operation.outputs:
-                if tensor in made:
+                if tensor in existing:
                     raise ValueError(
                         "A tensor must be made by one operation. Received: "
                         f"operations[{index}] ({operation.name}) makes "
                         f"{tensor} again"
                     )
-                made.add(tensor)
-        if not self.results <= made:
+                existing.add(tensor)
+        if not self.results <= existing:
             raise ValueError(
                 "`results` must be made by the operations. Received: "
-                f"{sorted(self.results - made)}"
+                f"{sorted(self.results - existing)}"
             )
 
     @functools.cached_property

@@ -227,16 +227,16 @@ class _Values:
         last = np.full(len(self.ids), -1)
         needed: set[int] = set()
         for index in range(stop - 1, -1, -1):
-            outputs, kept = self._outputs[index], self._kept[index]
-            used = kept
+            outputs, kept_values = self._outputs[index], self._kept[index]
+            used = kept_values
             if (
                 all_run
                 or not needed.isdisjoint(outputs)
-                or not kept.isdisjoint(outputs)
+                or not kept_values.isdisjoint(outputs)
                 or self.residual_bytes[index]
             ):
                 runs[index] = True
-                used = kept | self._inputs[index]
+                used = kept_values | self._inputs[index]
             for value in used:
                 if last[value] < 0:
                     last[value] = index

@@ -131,12 +131,12 @@ class Network:
             shares = stage.shares or (1,) * len(stage.gradients)
             for value, share in zip(stage.gradients, shares, strict=True):
                 readers.setdefault(value, []).append((index, share))
-        found = []
+        ranges = []
         for value, reads in readers.items():
-            found += _split_sums(makers.get(value, -1), reads)
+            ranges += _split_sums(makers.get(value, -1), reads)
         for stages in self.shared:
-            found += _split_sums(-1, [(index, 1) for index in stages])
-        return found
+            ranges += _split_sums(-1, [(index, 1) for index in stages])
+        return ranges
 
     @functools.cached_property
     def backward_index(self) -> dict[int, int]:
@@ -269,14 +269,14 @@ class Network:
                 continue
             stage = self.stages[item]
             # Its backward pass reads them whether it runs again or not.
-            kept = set(stage.kept) if stage.has_backward else set()
+            kept_values = set(stage.kept) if stage.has_backward else set()
             if (
                 needed.intersection(stage.outputs)
-                or kept.intersection(stage.outputs)
+                or kept_values.intersection(stage.outputs)
                 or (stage.residual_bytes and stage.has_backward)
             ):
                 run(item)
-            needed |= kept - set(stage.outputs)
+            needed |= kept_values - set(stage.outputs)
         return order[::-1], needed
 
 
@@ -294,7 +294,7 @@ def _split_sums(
     maker: int, reads: list[tuple[int, int]]
 ) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """The same for one value, from who makes and who reads it how often."""
-    found = []
+    ranges = []
     total = sum(share for _, share in reads)
     following = [*(index for index, _ in reads[1:]), math.inf]
     for first in range(len(reads)):
@@ -306,7 +306,7 @@ def _split_sums(
                 break
             stops = reads[last][0] + 1, following[last]
             if within > 1:
-                found.append(((before + 1, reads[first][0]), stops))
+                ranges.append(((before + 1, reads[first][0]), stops))
             if first == 0 and total - within > 1:
-                found.append(((0, maker), stops))
-    return found
+                ranges.append(((0, maker), stops))
+    return ranges

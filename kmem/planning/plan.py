@@ -277,8 +277,8 @@ def _from_json(kind: Any, saved: Any) -> Any:
         one = next(k for k in arguments if k is not type(None))
         return None if saved is None else _from_json(one, saved)
     if arguments and isinstance(saved, list):
-        made = [_from_json(arguments[0], each) for each in saved]
-        return typing.get_origin(kind)(made)
+        items = [_from_json(arguments[0], each) for each in saved]
+        return typing.get_origin(kind)(items)
     if kind is float and type(saved) is int:
         saved = float(saved)
     if type(saved) is not kind or (

@@ -64,15 +64,15 @@ def simulate(graph: Graph, schedule: tuple[int, ...]) -> Simulation:
             if not alive[tensor]:
                 alive[tensor] = 1
                 in_use += sizes[tensor]
-        made = unused = 0
+        made_bytes = unused = 0
         for tensor in operation.outputs:
             if alive[tensor]:
                 alive[tensor] = 0
-                made += sizes[tensor]
+                made_bytes += sizes[tensor]
             else:
                 unused += sizes[tensor]
         step_bytes.append(in_use + unused + operation.workspace_bytes)
-        in_use -= made
+        in_use -= made_bytes
     if sum(alive) > len(graph.constants):
         _raise_not_made(graph, schedule)
     step_bytes.reverse()
@@ -103,14 +103,14 @@ def _check_operations(graph: Graph, schedule: tuple[int, ...]) -> None:
 
 
 def _raise_not_made(graph: Graph, schedule: tuple[int, ...]) -> None:
-    made = set(graph.constants)
+    existing = set(graph.constants)
     for step, index in enumerate(schedule):
         operation = graph.operations[index]
-        missing = set(operation.inputs) - made
+        missing = set(operation.inputs) - existing
         if missing:
             raise ValueError(
                 "A step must read tensors that an earlier step made. "
                 f"Received: step {step}, operations[{index}] "
                 f"({operation.name}), reads {sorted(missing)}"
             )
-        made.update(operation.outputs)
+        existing.update(operation.outputs)

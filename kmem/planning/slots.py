@@ -98,10 +98,10 @@ class SlottedLine:
         """By length, `[part, sub-chain, segment]`: what is held, what is
         waiting, and the peak of the forward pass."""
         final = self.num_blocks - 1
-        found = []
+        parts_by_length = []
         for length, (firsts, _) in enumerate(self.windows):
-            found.append(np.zeros((3, len(firsts), length), np.int32))
-            found[-1][2] = NEVER
+            parts_by_length.append(np.zeros((3, len(firsts), length), np.int32))
+            parts_by_length[-1][2] = NEVER
         rows = [0] * self.num_blocks
         for first in range(self.num_blocks):
             inside = np.arange(first, self.furthest[first] + 1)
@@ -113,11 +113,11 @@ class SlottedLine:
                 parts = np.minimum(self._slots(parts), NEVER).astype(np.int32)
                 parts[2, :, ~allowed[first, first + 1 : stop + 1]] = NEVER
             for number, length in enumerate((lasts - first).tolist()):
-                row = found[length][:, rows[length]]
+                row = parts_by_length[length][:, rows[length]]
                 split = parts[:, number, :length]
                 row[:, : split.shape[1]] = split
                 rows[length] += 1
-        return found
+        return parts_by_length
 
     def splits(
         self, length: int, least, rows: slice | np.ndarray = slice(None)

@@ -136,9 +136,9 @@ class Table:
         keys = list(zip(*(part.tolist() for part in numbers), strict=True))
         new: list[int] = []
         # Most rows differ in these numbers: only few are compared in all.
-        known: dict[tuple, list[int]] = {}
+        rows_by_key: dict[tuple, list[int]] = {}
         for row in np.argsort(-most[here], kind="stable").tolist():
-            others = known.setdefault(keys[row], [])
+            others = rows_by_key.setdefault(keys[row], [])
             for other in others:
                 if all(np.array_equal(p[row], p[other]) for p in split[1:]):
                     base = self._base[lasts[other], firsts[other]]
@@ -170,9 +170,9 @@ class Table:
         windows = np.lib.stride_tricks.sliding_window_view(
             self._values, size, writeable=True
         )
-        found = windows[_at(parts.kept[:, rows], begins)]
-        _forbid(found, keeps[rows] - begins)
-        np.minimum(found, best[rows, cells, None], out=found)
+        values = windows[_at(parts.kept[:, rows], begins)]
+        _forbid(values, keeps[rows] - begins)
+        np.minimum(values, best[rows, cells, None], out=values)
         # By useful segment, the first ones of all cells first: the number
         # of its cell, and which of all segments it is.
         cell, index = useful.transpose(0, 2, 1)[rows, cells].nonzero()
@@ -187,10 +187,10 @@ class Table:
         _forbid(sums, split.forward.ravel()[index] - begin)
         done = 0
         for num in np.bincount(rank):
-            lowest = found[:num]
+            lowest = values[:num]
             np.minimum(lowest, sums[done : done + num], out=lowest)
             done += num
-        windows[_at(parts.row[:, rows], begins)] = found
+        windows[_at(parts.row[:, rows], begins)] = values
         after = parts.row[1][:, None] + np.arange(_LARGEST_CELL + 1)
         self._values[after] = self._values[after[:, :1]]
 
@@ -226,7 +226,7 @@ class Table:
         return self._trace(0, self._line.num_blocks - 1, slots)
 
     def _trace(self, first: int, last: int, slots: int):
-        found = []
+        segments = []
         while first <= last:
             extra = self._extra(first, last, slots)
             kept = self._line.kept[last, first]
@@ -239,8 +239,8 @@ class Table:
                 first, slots = first + 1, slots - kept
                 continue
             first, slots, segment = self._split(first, last, slots)
-            found.append(segment)
-        return tuple(found)
+            segments.append(segment)
+        return tuple(segments)
 
     def _extra(self, first: int, last: int, slots: int) -> float:
         if slots < self._least[last, first]:

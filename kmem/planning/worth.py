@@ -63,7 +63,7 @@ def _lower(line: SlottedLine, first: int, lower, upper, buffer) -> np.ndarray:
     width = line.enough[last, first] + 1
     sums = buffer[: len(stops), :width]
     sums[:] = np.inf
-    found = upper[first, :width]
+    best = upper[first, :width]
     for index in np.flatnonzero(begins < width):
         stop, shift, begin = stops[index], held[index], begins[index]
         here = slice(begin - shift, width - shift)
@@ -72,10 +72,10 @@ def _lower(line: SlottedLine, first: int, lower, upper, buffer) -> np.ndarray:
         if begin < width:
             here = slice(begin - shift, width - shift)
             total = upper[stop, here] + again[index]
-            np.minimum(found[begin:], total, out=found[begin:])
+            np.minimum(best[begin:], total, out=best[begin:])
     rest = lower[first, :width]
     np.minimum(rest, sums.min(axis=0), out=rest)
-    worth = sums <= found + _TOLERANCE * (found + line.again[last, first])
+    worth = sums <= best + _TOLERANCE * (best + line.again[last, first])
     worth &= sums < np.inf
     most = width - 1 - np.argmax(worth[:, ::-1], axis=1)
     return np.where(worth.any(axis=1), most, -1)

@@ -203,9 +203,9 @@ class _Segment:
         ):
             results = self._fn(*args, **kwargs)
         self._first = _operations()[before:]
-        found = purity.effects(self._first)
-        if found:
-            reason = f"contains {', '.join(found)}"
+        effects = purity.effects(self._first)
+        if effects:
+            reason = f"contains {', '.join(effects)}"
             raise purity.not_recomputable(self._fn, reason)
         return run, results
 
@@ -237,9 +237,9 @@ class _Segment:
         They would turn gradients that are `None` into zeros.
         """
 
-        def gradient(known):
+        def gradient(upstream):
             self._noted_outputs.add(index)
-            return known
+            return upstream
 
         def noted(tensor):
             with scope:
@@ -252,28 +252,29 @@ class _Segment:
         """The gradients of the sources, from those of the outputs."""
         wanted = sorted(self._noted_outputs or range(len(gradients)))
         self._noted_outputs = set()
-        known = [tf.convert_to_tensor(gradients[i]) for i in wanted]
+        upstream = [tf.convert_to_tensor(gradients[i]) for i in wanted]
         tensors = self._arguments.tensors
         values = [value for _, value in self._values]
         find = functools.partial(self._found, wanted)
-        if not is_watched(known, tensors, values):
-            return find(known, tensors, values)
+        if not is_watched(upstream, tensors, values):
+            return find(upstream, tensors, values)
 
-        def find_dense(known, tensors, values):
-            found = find(known, tensors, values)
+        def find_dense(upstream, tensors, values):
+            of_sources = find(upstream, tensors, values)
             return [
-                None if g is None else tf.convert_to_tensor(g) for g in found
+                None if g is None else tf.convert_to_tensor(g)
+                for g in of_sources
             ]
 
         # Somebody differentiates it: that is done by running it again, too.
-        arguments = Structure(((known, tensors, values), {}))
+        arguments = Structure(((upstream, tensors, values), {}))
         return _Segment(find_dense, arguments)()
 
     def _found(
-        self, wanted: list[int], known: list, tensors: list, values: list
+        self, wanted: list[int], upstream: list, tensors: list, values: list
     ) -> list:
         """The gradients, computed from what they depend on."""
-        tensors, delayed = self._delayed(known, tensors, values)
+        tensors, delayed = self._delayed(upstream, tensors, values)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             inputs = [t for t in tensors if is_differentiable(t)]
             tape.watch([inputs, self._raw])
@@ -287,15 +288,17 @@ class _Segment:
         # What runs again within the function has its part of the gradient
         # there: of the same values.
         with self._explained(), _as(_SECOND), state.Substituted(run.trained):
-            found: Any = tape.gradient(outputs, sources, output_gradients=known)
+            results: Any = tape.gradient(
+                outputs, sources, output_gradients=upstream
+            )
         # Not what is differentiated: that would be needed as it was, too.
-        if not (control.in_xla() or is_watched(known, tensors, values)):
+        if not (control.in_xla() or is_watched(upstream, tensors, values)):
             latest = repeats.once(_operations()[after:])
-            found = tf.nest.map_structure(latest, found)
-        of_inputs, of_values, of_raw = found
+            results = tf.nest.map_structure(latest, results)
+        of_inputs, of_values, of_raw = results
         of_variables = [*map(_sum, of_values), *of_raw]
-        made = _operations()
-        second, gradient = made[before:after], made[after:]
+        operations = _operations()
+        second, gradient = operations[before:after], operations[after:]
         readers = []
         if not self._keep_residuals:
             # Not held back, as what they read would be.
@@ -307,9 +310,9 @@ class _Segment:
             uses.keep_residuals(uses.Run(self._first, given), again, gradient)
         of_inputs = control.before(of_variables, of_inputs)
         # Nobody may want those of the inputs, such as that of a batch.
-        found = control.kept(readers, [*of_variables, *of_inputs])
+        results = control.kept(readers, [*of_variables, *of_inputs])
         count = len(of_variables)
-        return [*found[count:], *found[:count]]
+        return [*results[count:], *results[:count]]
 
     def _delayed(
         self, gradients: list, arguments: list, values: list

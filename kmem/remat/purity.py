@@ -45,19 +45,19 @@ def not_recomputable(fn, reason: str) -> NotRecomputable:
 
 def effects(operations: Iterable[tf.Operation]) -> list[str]:
     """Names the operations that have an effect of their own."""
-    found = {
+    descriptions = {
         f"{op.type} ('{op.name}')"
         for op in _inner_operations(operations)
         if op.op_def is not None
         and op.op_def.is_stateful
         and not op.type.startswith(_HARMLESS)
     }
-    return sorted(found)
+    return sorted(descriptions)
 
 
 def _inner_operations(operations) -> Iterator[tf.Operation]:
     """The operations, with functions replaced by what is in them."""
-    waiting, seen = list(operations), set()
+    waiting, visited = list(operations), set()
     while waiting:
         op = waiting.pop()
         names = [
@@ -72,8 +72,8 @@ def _inner_operations(operations) -> Iterator[tf.Operation]:
             if function is None:
                 # Such as one that was loaded: its operations are not known.
                 yield op
-            elif name not in seen:
-                seen.add(name)
+            elif name not in visited:
+                visited.add(name)
                 waiting += function.graph.get_operations()
 
 

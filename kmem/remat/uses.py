@@ -178,20 +178,20 @@ def _readers(
 ) -> list[tf.Operation]:
     """What reads a tensor, or what operations of some types make of it; also
     `later`, when it was made again or was an argument of what is run again."""
-    found: dict[tf.Operation, None] = {}
+    readers: dict[tf.Operation, None] = {}
     for op in tensor.consumers():
         delayed = ordering.is_unordered(op) != ordering.is_unordered(tensor.op)
         if op.type in through:
             for given, made in zip(op.inputs, op.outputs, strict=False):
                 if given.ref() == tensor.ref():
-                    found |= dict.fromkeys(_readers(made, through, later))
+                    readers |= dict.fromkeys(_readers(made, through, later))
         elif op.type not in _OF_SHAPE and (later or not delayed):
-            found[op] = None
+            readers[op] = None
     again = _repeated.get(tensor.graph, {}).get(tensor.name)
     if later and again is not None:
         second = tensor.graph.get_tensor_by_name(again)
-        found |= dict.fromkeys(_readers(second, through))
-    return list(found)
+        readers |= dict.fromkeys(_readers(second, through))
+    return list(readers)
 
 
 def _reader(tensor: tf.Tensor, until: list[tf.Tensor]) -> tf.Operation:
@@ -217,12 +217,12 @@ class Run:
     def computed(self) -> list[tf.Operation]:
         """What is computed from what was given."""
         depends = {tensor.ref() for tensor in self.given}
-        found = []
+        computed_ops = []
         for op in self.ops:
             if any(tensor.ref() in depends for tensor in op.inputs):
                 depends |= {tensor.ref() for tensor in op.outputs}
-                found.append(op)
-        return found
+                computed_ops.append(op)
+        return computed_ops
 
 
 def keep_residuals(
@@ -239,14 +239,14 @@ def keep_residuals(
         second: The second one.
         gradient: The operations of its gradient.
     """
-    kept = {
+    first_outputs = {
         repeated.ref(): output
         for one, other in pairs(first.computed(), second.computed())
         for output, repeated in zip(one.outputs, other.outputs, strict=False)
     }
     for op in gradient:
         for index, tensor in enumerate(op.inputs):
-            output = kept.get(_source(tensor).ref())
+            output = first_outputs.get(_source(tensor).ref())
             if output is not None:
                 private_tf.replace_input(op, index, output)
 
