@@ -64,11 +64,6 @@ def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
     return layer._trainable_variables
 
 
-def own_policy(layer: keras.layers.Layer) -> keras.DTypePolicy:
-    """See `DTYPE_POLICY`."""
-    return layer._dtype_policy
-
-
 def own_losses(layer: keras.layers.Layer) -> list:
     """The list in which a layer keeps its losses. remat/test_remat.py"""
     return layer._losses

@@ -56,7 +56,7 @@ def tapes_are_stopped() -> bool:
 def context() -> Any:
     """The runtime's face in Python: it starts at the first operation, joins
     other processes, ends collectives and caches zeros.
-    sharding/test_sharding_engine.py, sharding/test_faults.py,
+    sharding/test_sharding_engine.py, launching/test_faults.py,
     dtr/test_dtr_device.py"""
     return eager_context.context()
 
@@ -163,7 +163,7 @@ def forget_gradient(name: str) -> None:
 
 
 def identity_of(variable: Any) -> str:
-    """By which Keras's optimizers know a variable. sharding/test_updating.py"""
+    """By which optimizers know a variable. sharding/test_sharding_fit.py"""
     return variable._unique_id
 
 

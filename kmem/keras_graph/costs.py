@@ -126,11 +126,9 @@ class _Step:
         if not is_counted:
             forward_peak = _computed_peak_bytes(forward)
             backward_peak = _computed_peak_bytes(traced)
-        result_bytes = both.residual_bytes + both.gradient_bytes
-        result_bytes += sum(
-            num_bytes(self._results[i]) for i in both.kept_outputs
-        )
-        result_bytes += sum(
+        own_bytes = both.residual_bytes + both.gradient_bytes
+        own_bytes += sum(num_bytes(self._results[i]) for i in both.kept_outputs)
+        own_bytes += sum(
             num_bytes(self._inputs[i])
             for i in set(both.gradients) - set(both.passed)
         )
@@ -154,7 +152,7 @@ class _Step:
             forward_workspace_bytes=max(
                 0, forward_peak - sum(map(num_bytes, self._results))
             ),
-            backward_workspace_bytes=max(0, backward_peak - result_bytes),
+            backward_workspace_bytes=max(0, backward_peak - own_bytes),
         )
 
 

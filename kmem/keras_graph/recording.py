@@ -54,7 +54,7 @@ _KEEPS_NOTHING = ALIASES | {
 _NO_GRADIENT = frozenset({"Rank", "Shape", "ShapeN", "Size", "ZerosLike"})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
     """One call of a layer or operation, or what a model does between two.
 
@@ -78,10 +78,10 @@ class Call:
     """
 
     name: str
-    operation: Any
-    function: Any
-    ambient: dict[str, Any]
-    arguments: tuple[tuple, dict]
+    operation: Any = None
+    function: Any = None
+    ambient: dict[str, Any] = dataclasses.field(default_factory=dict)
+    arguments: tuple[tuple, dict] = ((), {})
     results: tuple[tf.Tensor, ...]
     reads: tuple[int | None, ...]
     gives: tuple[int, ...]
@@ -211,7 +211,7 @@ class _Recorder(opening.Visitor):
         self.recording.outputs = self._known(_tensors(predictions))
         # Keras's own does not read it, which would then be kept for it.
         arguments = predictions, y, sample_weight, x if own else None
-        self._call("loss", loss, loss, arguments, {})
+        self._call("loss", loss, loss, *arguments)
 
     def run_line(self, model, line, values, bind):
         if self._frames and self._frames[-1] is None:
@@ -222,7 +222,7 @@ class _Recorder(opening.Visitor):
                 function = bind(operation)
                 if not opening.opens(operation):
                     function = functools.partial(
-                        self._call_leaf, operation, function
+                        self._call, operation.name, operation, function
                     )
                 with self._span(frame):
                     opening.run_part(part, values, function)
@@ -243,7 +243,7 @@ class _Recorder(opening.Visitor):
         with self._span(frame):
             if opening.opens(layer):
                 return call(*args, **kwargs)
-            return self._call(layer.name, layer, call, args, kwargs)
+            return self._call(layer.name, layer, call, *args, **kwargs)
 
     @contextlib.contextmanager
     def _frame(self, is_line: bool):
@@ -265,14 +265,11 @@ class _Recorder(opening.Visitor):
         yield
         frame.spans.append((begin, len(self.recording.calls)))
 
-    def _call_leaf(self, operation, function, *args, **kwargs):
-        return self._call(operation.name, operation, function, args, kwargs)
-
-    def _call(self, name: str, operation, function: Callable, args, kwargs):
+    def _call(self, name: str, operation, function, /, *args, **kwargs):
         arguments = _tensors((args, kwargs))
         self._record_between(name, arguments)
         before = len(_graph().get_operations())
-        called = function, state.ambient()
+        ambient = state.ambient()
         self._frames.append(None)
         try:
             outputs = function(*args, **kwargs)
@@ -280,49 +277,40 @@ class _Recorder(opening.Visitor):
             self._frames.pop()
         results = _tensors(outputs)
         self._append(
-            name, operation, called, (args, kwargs), arguments, results, before
+            arguments,
+            results,
+            before,
+            name=name,
+            operation=operation,
+            function=function,
+            ambient=ambient,
+            arguments=(args, kwargs),
         )
         return outputs
 
-    def _append(
-        self,
-        name,
-        operation,
-        called,
-        arguments,
-        read,
-        results,
-        before,
-        residual_bytes=0,
-    ):
-        operations = _graph().get_operations()
-        function, ambient = called
+    def _append(self, read, results, before: int, **what) -> None:
+        """Records what was traced after `before` operations, given the rest
+        of a `Call`'s fields."""
+        traced = _graph().get_operations()
+        within = traced[before:]
         reads = tuple(self._values.get(root(t).ref()) for t in read)
         makes = self._new_values(results)
-        gives = tuple(self._values[root(t).ref()] for t in results)
         uses: collections.Counter[int] = collections.Counter()
-        for each in operations[before:]:
+        for each in within:
             if each.type not in ALIASES and each.type not in _NO_GRADIENT:
-                values = [self._values.get(root(t).ref()) for t in each.inputs]
-                uses.update([v for v in values if v is not None])
-        self._ends.append(len(operations))
-        self.recording.calls.append(
-            Call(
-                name,
-                operation,
-                function,
-                ambient,
-                arguments,
-                results,
-                reads,
-                gives,
-                makes,
-                {v: n for v, n in uses.items() if v in reads},
-                tuple(each.type for each in operations[before:]),
-                tuple(purity.effects(operations[before:])),
-                residual_bytes,
-            )
+                uses.update(self._known(each.inputs))
+        self._ends.append(len(traced))
+        call = Call(
+            results=results,
+            reads=reads,
+            gives=self._known(results),
+            makes=makes,
+            uses={v: n for v, n in uses.items() if v in reads},
+            operations=tuple(each.type for each in within),
+            effects=tuple(purity.effects(within)),
+            **what,
         )
+        self.recording.calls.append(call)
 
     def find_seams(self) -> None:
         """Finds values that two operations are joined over, and the places
@@ -382,14 +370,12 @@ class _Recorder(opening.Visitor):
                 residual_bytes += num_bytes(tensor)
             waiting += tensor.op.inputs
         before = self._ends[-1] if self._ends else 0
-        call = None, (None, {}), ((), {})
         self._append(
-            f"before {name}",
-            *call,
             read,
             tuple(unknown),
             before,
-            residual_bytes,
+            name=f"before {name}",
+            residual_bytes=residual_bytes,
         )
 
 

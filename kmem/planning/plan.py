@@ -232,10 +232,8 @@ class Plan:
 
     def _check_numbers(self) -> None:
         """Replays the plan, which finds what does not fit together."""
-        network, values = (
-            self.network,
-            set(range(len(self.network.value_bytes))),
-        )
+        network = self.network
+        values = set(range(len(network.value_bytes)))
         for stage in network.stages:
             own = {*stage.inputs, *stage.outputs, *stage.kept}
             if not values.issuperset(own | {*stage.gradients, *stage.passed}):

@@ -129,7 +129,7 @@ class _Entry:
     def _replace_policy(self, layer):
         # The public setter would lose the order and the patterns of the keys
         # of a `DTypePolicyMap`.
-        own = private_keras.own_policy(layer)
+        own = getattr(layer, private_keras.DTYPE_POLICY)
         policy = _Policy(self.option.dtype, own, self)
         change = attribute(layer, private_keras.DTYPE_POLICY, policy)
         self._changes.enter_context(change)
@@ -139,7 +139,7 @@ class _Entry:
         # A layer that was made meanwhile may have taken the policy of the
         # layer around it, as those inside `MultiHeadAttention` do.
         for layer in all_layers(model):
-            policy = private_keras.own_policy(layer)
+            policy = getattr(layer, private_keras.DTYPE_POLICY)
             if isinstance(policy, _Policy) and policy.entry is self:
                 name = private_keras.DTYPE_POLICY
                 object.__setattr__(layer, name, policy.replaced)

@@ -67,7 +67,7 @@ class Unit:
                 read = functools.partial(shard.read_full, shard.travel)
                 stack.enter_context(attribute(variable, "read_whole", read))
             for variable in self._regularized():
-                penalty = self._penalty_of(variable)
+                penalty = _Penalty(variable, self._penalties)
                 stack.callback(setattr, variable, "regularizer", penalty.plain)
                 variable.regularizer = penalty
             yield
@@ -97,16 +97,6 @@ class Unit:
             by_variable = zip(map(id, regularized), penalties, strict=True)
             self._penalties.update(by_variable)
         return result
-
-    def _penalty_of(self, variable):
-        plain = variable.regularizer
-
-        def penalty(value):
-            computed = self._penalties.pop(id(variable), None)
-            return plain(value) if computed is None else computed
-
-        penalty.plain = plain
-        return penalty
 
     def _regularized(self) -> list[ShardedVariable]:
         return [
@@ -142,6 +132,19 @@ class Unit:
             after, self._line[:] = self._line[:] or inputs, inputs
         shards = [variable.shard for variable in variables]
         return prepared(variables, gathered(shards, self._name, after))
+
+
+class _Penalty(keras.regularizers.Regularizer):
+    """A weight's penalty: the one computed while the weight was there, if it
+    is among `computed`, by the weight's `id`."""
+
+    def __init__(self, variable, computed: dict[int, tf.Tensor]):
+        self.plain = variable.regularizer
+        self._take = functools.partial(computed.pop, id(variable), None)
+
+    def __call__(self, value):
+        penalty = self._take()
+        return self.plain(value) if penalty is None else penalty
 
 
 def find(model, names: tuple[str, ...] | None) -> list[keras.layers.Layer]:
