@@ -22,11 +22,11 @@ import random
 import subprocess
 import time
 
-from kmem.options import Genetic
 from kmem.planning import chain
 from kmem.planning import flat
 from kmem.planning import genetic
 from kmem.planning.bounds import InfeasibleBudget
+from kmem.planning.genetic import Genetic
 from kmem.planning.network import Network
 from kmem.planning.network import Stage
 

@@ -30,13 +30,13 @@ if TYPE_CHECKING:  # For editors: what `_MODULES` says.
     from kmem.model import Model as Model
     from kmem.model import wrap as wrap
     from kmem.options import DTR as DTR
-    from kmem.options import Genetic as Genetic
     from kmem.options import GradientAccumulation as GradientAccumulation
     from kmem.options import MemoryOptions as MemoryOptions
     from kmem.options import MicroBatches as MicroBatches
     from kmem.options import MixedPrecision as MixedPrecision
     from kmem.options import Remat as Remat
     from kmem.options import Sharding as Sharding
+    from kmem.planning.genetic import Genetic as Genetic
     from kmem.planning.plan import Plan as Plan
     from kmem.reporting import report as report
     from kmem.sharding.training import ShardedStrategy as ShardedStrategy
@@ -49,8 +49,9 @@ _MODULES = {
     "kmem.dtr.sweep": "Sweep",
     "kmem.keras_graph.profiling": "profile",
     "kmem.model": "Model wrap",
-    "kmem.options": "DTR Genetic GradientAccumulation MemoryOptions "
-    "MicroBatches MixedPrecision Remat Sharding",
+    "kmem.options": "DTR GradientAccumulation MemoryOptions MicroBatches "
+    "MixedPrecision Remat Sharding",
+    "kmem.planning.genetic": "Genetic",
     "kmem.planning.plan": "Plan",
     "kmem.reporting": "report",
     "kmem.sharding.training": "ShardedStrategy",

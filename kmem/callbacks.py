@@ -10,6 +10,9 @@ from typing import Any
 
 import keras
 
+# A dependency of TensorFlow's.
+from typing_extensions import Unpack
+
 from kmem import options
 from kmem.budget import planner
 from kmem.budget.training import BudgetedSession
@@ -62,9 +65,9 @@ class MemoryOptions(EndOfGroup):
     ```
     """
 
-    def __init__(self, **arguments):
+    def __init__(self, **arguments: Unpack[options.MemoryArguments]) -> None:
         super().__init__()
-        self.options = options.split_options(arguments, set())
+        self.options = options.MemoryOptions(**arguments)
 
     def on_train_begin(self, logs=None):
         self._remove()

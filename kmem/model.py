@@ -4,8 +4,15 @@ import contextlib
 import functools
 import inspect
 import warnings
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import Literal
 
 import keras
+
+# A dependency of TensorFlow's.
+from typing_extensions import Unpack
 
 from kmem.budget import planner
 from kmem.budget.report import MemoryReport
@@ -16,6 +23,7 @@ from kmem.fit import pipeline
 from kmem.fit.requirements import check
 from kmem.fit.requirements import check_batch
 from kmem.fit.session import Session
+from kmem.options import MemoryArguments
 from kmem.options import MemoryOptions
 from kmem.options import split_options
 from kmem.sharding import training
@@ -29,6 +37,27 @@ _KERAS_METHODS = {
 }
 
 
+class FitArguments(MemoryArguments, total=False):
+    """The arguments of `fit`: Keras's, and the memory options."""
+
+    x: Any
+    y: Any
+    batch_size: int | None
+    epochs: int
+    verbose: int | Literal["auto"]
+    callbacks: Any
+    validation_split: float
+    validation_data: Any
+    shuffle: bool
+    class_weight: Mapping[int, float] | None
+    sample_weight: Any
+    initial_epoch: int
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_batch_size: int | None
+    validation_freq: int | Sequence[int]
+
+
 class MemoryFit:
     """The methods of a model that takes memory options."""
 
@@ -37,7 +66,9 @@ class MemoryFit:
     # `kmem.budget.report.MemoryReport` of the last `memory_budget`, or `None`.
     memory_report: MemoryReport | None = None
 
-    def fit(self, *args, **kwargs):
+    def fit(
+        self, *args: Any, **kwargs: Unpack[FitArguments]
+    ) -> keras.callbacks.History:
         """Keras's `fit`, which takes memory options as well.
 
         Args:
@@ -45,15 +76,15 @@ class MemoryFit:
             **kwargs: As in `keras.Model.fit`, and any of:
                 memory_budget: The device's peak during a step, with everything
                     in it: bytes, `"8GB"`, or a share of the device in (0, 1].
-                    The quickest of micro-batches and recomputation that keeps
-                    it is chosen, and told in `model.memory_report`; nothing
-                    is if the step fits as it is. Under `sharding`, each
-                    process's.
+                    The fastest of micro-batches and recomputation that stays
+                    within it is chosen, and told in `model.memory_report`;
+                    nothing is if the step fits as it is. Under `sharding`,
+                    each process's.
                 allow: What `memory_budget` may choose besides:
                     `"mixed_precision"`, which changes the numbers, and
                     `"sharding"`, where several processes train.
-                microbatches: Split every batch into this many parts; one
-                    update, of the whole batch.
+                microbatches: Split every batch into this many micro-batches;
+                    one update, of the whole batch.
                 gradient_accumulation_steps: One update for this many batches,
                     of their union.
                 mixed_precision: `"bfloat16"`, `"float16"` or
@@ -62,7 +93,7 @@ class MemoryFit:
                     `"auto"`, a budget in bytes or as `"2GB"`, a share of the
                     unplanned peak, a `kmem.Plan`, the path of one, or
                     `kmem.Remat(...)`.
-                dtr: Give up tensors when memory runs short, and recompute
+                dtr: Evict tensors when memory runs short, and recompute
                     them when they are read: `True`, a threshold such as
                     `"5GB"`, or `kmem.DTR(...)`. Training runs eagerly.
                 sharding: Each of the processes that TF_CONFIG names holds

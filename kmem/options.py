@@ -10,7 +10,6 @@ import functools
 import os
 from collections.abc import Callable
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 from typing import Any
 from typing import Literal
 from typing import TypedDict
@@ -18,6 +17,7 @@ from typing import TypedDict
 # A dependency of TensorFlow's.
 from typing_extensions import Unpack
 
+from kmem.base.bindings import HEURISTICS
 from kmem.base.checks import budget
 from kmem.base.checks import classes
 from kmem.base.checks import is_integer
@@ -26,14 +26,8 @@ from kmem.base.checks import one_of
 from kmem.base.checks import positive_int
 from kmem.base.checks import set_fields
 from kmem.base.sizes import parse_size
-
-if TYPE_CHECKING:
-    from kmem.planning.plan import Plan
-
-# Of DTR: those of custom_ops/dtr/heuristic.h.
-HEURISTICS = tuple(
-    "dtr_eq dtr ancestors msps local size_staleness lru random".split()
-)
+from kmem.planning.genetic import Genetic
+from kmem.planning.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,42 +114,6 @@ class MixedPrecision:
 
 
 @dataclasses.dataclass(frozen=True)
-class Genetic:
-    """MegEngine's search for a recompute plan, as a solver of `Remat`.
-
-    The fields and their defaults are those of MegEngine's
-    `SublinearMemoryConfig`.
-
-    Args:
-        thresh_nr_try: Number of block-size thresholds tried.
-        genetic_nr_iter: Generations of the genetic search; 0 is off.
-        genetic_pool_size: Plans kept in each generation.
-        lb_memory_mb: Stop saving memory below this many MB.
-        num_worker: Planner threads; half of the processors by default.
-
-    Raises:
-        ValueError: If a field is not an integer of its range.
-    """
-
-    thresh_nr_try: int = 10
-    genetic_nr_iter: int = 0
-    genetic_pool_size: int = 20
-    lb_memory_mb: int = 0
-    num_worker: int = max(1, (os.cpu_count() or 2) // 2)
-
-    def __post_init__(self):
-        for name in ("thresh_nr_try", "genetic_pool_size", "num_worker"):
-            set_fields(self, **{name: positive_int(getattr(self, name), name)})
-        for name in ("genetic_nr_iter", "lb_memory_mb"):
-            value = getattr(self, name)
-            if not (is_integer(value) and value >= 0):
-                raise ValueError(
-                    f"`{name}` must be a non-negative integer. "
-                    f"Received: {name}={value!r}"
-                )
-
-
-@dataclasses.dataclass(frozen=True)
 class Remat:
     """Keep what a plan keeps of the forward pass, recompute the rest.
 
@@ -173,7 +131,7 @@ class Remat:
 
     budget: int | float | str = "auto"
     solver: Literal["optimal", "sqrt"] | Genetic = "optimal"
-    plan: "Plan | str | os.PathLike[str] | None" = None
+    plan: Plan | str | os.PathLike[str] | None = None
 
     def __post_init__(self):
         if self.budget != "auto":
@@ -273,7 +231,7 @@ class MemoryArguments(TypedDict, total=False):
     microbatches: int | MicroBatches | None
     gradient_accumulation_steps: int | GradientAccumulation | None
     mixed_precision: Literal["bfloat16", "float16"] | MixedPrecision | None
-    remat: "int | float | str | os.PathLike[str] | Plan | Remat | None"
+    remat: int | float | str | os.PathLike[str] | Plan | Remat | None
     dtr: bool | int | str | DTR | None
     sharding: Literal["optimizer", "gradients", "full"] | Sharding | None
 
@@ -380,10 +338,9 @@ def _refuse_unknown(arguments, known) -> None:
 
 
 def _is_plan(value) -> bool:
-    """Whether it is a plan, which this module does not know, or its path."""
+    """Whether it is a plan, or the path of one."""
     is_path = isinstance(value, str) and value.endswith(".json")
-    is_path = is_path or isinstance(value, os.PathLike)
-    return is_path or hasattr(value, "segments")
+    return is_path or isinstance(value, Plan | os.PathLike)
 
 
 def _parse_allow(value) -> tuple[str, ...]:

@@ -13,10 +13,10 @@ import pytest
 # in one of them imports only what stands before it, or in the same folder.
 ROOMS = (
     "base",
-    "options",
     "memory",
     "launching",
     "planning",
+    "options",
     "graph",
     "remat",
     "step",
@@ -38,11 +38,11 @@ ROOMS = (
 RANK = {name: rank for rank, name in enumerate(ROOMS)}
 
 MAX_TOP_FILES = 9
-MAX_MODULES = 141
+MAX_MODULES = 150
 MAX_FILE_LINES = 400
 # A budget makes every addition ask what it is worth, and whether something
 # can go. Raise it in the change that needs it, and say why there.
-MAX_TOTAL_LINES = 25601
+MAX_TOTAL_LINES = 26010
 
 FRAMEWORKS = {"tensorflow", "keras"}
 # What is private in them is imported, and touched, by these alone.

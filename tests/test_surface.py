@@ -1,12 +1,18 @@
 """What `import kmem` gives, and what it costs."""
 
 import ast
+import dataclasses
 import importlib.resources
+import inspect
 import pathlib
+import typing
 
+import keras
 import pytest
 
 import kmem
+from kmem.model import FitArguments
+from kmem.options import MemoryArguments
 
 # Of the specification, and what has become public besides.
 NAMES = """
@@ -43,6 +49,19 @@ def test_editors_are_told_what_is_imported_later():
 def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         kmem.nothing  # noqa: B018
+
+
+def test_an_editor_completes_the_arguments_of_fit():
+    known = typing.get_type_hints(FitArguments)
+    of_keras = set(inspect.signature(keras.Model.fit).parameters) - {"self"}
+    options = {field.name for field in dataclasses.fields(kmem.MemoryOptions)}
+
+    assert known.keys() == of_keras | options
+    assert typing.get_type_hints(MemoryArguments).keys() == options
+    for function in (kmem.Model.fit, kmem.callbacks.MemoryOptions.__init__):
+        arguments = inspect.signature(function).parameters.values()
+        (named,) = [a for a in arguments if a.kind is a.VAR_KEYWORD]
+        assert "Unpack" in str(named.annotation)
 
 
 def test_its_types_are_for_users_as_well():

@@ -12,6 +12,11 @@ _INT = ctypes.c_int64
 _POINTER = ctypes.c_void_p
 _TEXT = ctypes.c_char_p
 
+# Of DTR, in the order of custom_ops/dtr/heuristic.h.
+HEURISTICS = tuple(
+    "dtr_eq dtr ancestors msps local size_staleness lru random".split()
+)
+
 
 class Stats(ctypes.Structure):
     """`KmemStats` in custom_ops/memory/budget_allocator.cc."""

@@ -27,10 +27,10 @@ from kmem.fit.session import Session
 from kmem.graph import xla
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
-from kmem.options import Genetic
 from kmem.options import MemoryOptions
 from kmem.options import Remat
 from kmem.planning.choosing import Chooser
+from kmem.planning.genetic import Genetic
 from kmem.planning.network import Network
 from kmem.planning.plan import Plan
 from kmem.sharding import agreeing

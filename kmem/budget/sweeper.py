@@ -27,6 +27,7 @@ import keras
 import tensorflow as tf
 
 from kmem import memory
+from kmem.base.bindings import HEURISTICS
 from kmem.base.private_keras import all_layers
 from kmem.base.sizes import format_size
 from kmem.base.sizes import parse_size
@@ -41,7 +42,6 @@ from kmem.dtr.trace import read_program
 from kmem.fit import pipeline
 from kmem.fit.session import Session
 from kmem.options import DTR
-from kmem.options import HEURISTICS
 from kmem.options import MemoryOptions
 from kmem.step import batches
 

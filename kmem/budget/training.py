@@ -42,6 +42,11 @@ from kmem.step import batches
 from kmem.step import snapshot
 
 _SESSIONS = "_kmem_budgeted"
+_NOTHING_LESS = (
+    "A step ran out of memory, with every option that is known to need less "
+    "as well. The model is as it was before the step: make the batch smaller "
+    "or the budget larger."
+)
 
 
 @dataclasses.dataclass
@@ -205,12 +210,7 @@ class BudgetedSession:
             state.restore()
             option = describe(bucket.session.options)
             self._event(f"A step ran out of memory ({option}) and was undone.")
-        raise self._exhausted(
-            "A step ran out of memory, with every option that is known to need "
-            "less as well. The model is as it was before the step: make the "
-            "batch smaller or the budget larger.",
-            message,
-        )
+        raise self._exhausted(_NOTHING_LESS, message)
 
     def _step_with_others(self, bucket: _Bucket, batch):
         """Takes one step together with the other processes."""
@@ -284,7 +284,7 @@ class BudgetedSession:
         try:
             smaller = self._choose_in_training(bucket.batch)
         except (ValueError, tf.errors.ResourceExhaustedError) as error:
-            raise self._exhausted(message) from error
+            raise self._exhausted(_NOTHING_LESS, message) from error
         self._buckets.remove(bucket)
         self._enter(smaller)
         return smaller

@@ -2,9 +2,9 @@
 
 import argparse
 
+from kmem.base.bindings import HEURISTICS
 from kmem.base.sizes import format_size
 from kmem.commands import arguments
-from kmem.options import HEURISTICS
 
 _ROW = "{:<16} {:>8} {:>10} {:>11} {:>11} {:>10}"
 

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 
 from kmem.base import bindings
 from kmem.base import native
+from kmem.base.bindings import HEURISTICS as HEURISTICS
 from kmem.dtr.trace import Program
 from kmem.options import DTR
-from kmem.options import HEURISTICS as HEURISTICS
 
 _NO_LIMIT = 2**63 - 1
 _DONE, _NO_ROOM = range(2)  # Of custom_ops/dtr/status.h.

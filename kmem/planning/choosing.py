@@ -4,12 +4,12 @@ import dataclasses
 import functools
 import math
 
-from kmem.options import Genetic
 from kmem.planning import flat
 from kmem.planning import genetic
 from kmem.planning.bounds import seconds_lower_bound
 from kmem.planning.chain import ChainSolver
 from kmem.planning.flat import Point
+from kmem.planning.genetic import Genetic
 from kmem.planning.network import Network
 
 MAX_SLOWDOWN = 1.3  # What "auto" accepts.

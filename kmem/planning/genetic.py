@@ -7,18 +7,58 @@ if asked to, and gives speed back at the end. It looks for the smallest peak:
 time counts only between equals. It knows no bound on what it misses.
 """
 
+import dataclasses
 import functools
+import os
 import random
 
 import numpy as np
 
-from kmem.options import Genetic
+from kmem.base.checks import is_integer
+from kmem.base.checks import positive_int
+from kmem.base.checks import set_fields
 from kmem.planning import flat
 from kmem.planning.bounds import check_budget
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 
 _SEED = 2016
+
+
+@dataclasses.dataclass(frozen=True)
+class Genetic:
+    """MegEngine's search for a recompute plan, as a solver of `Remat`.
+
+    The fields and their defaults are those of MegEngine's
+    `SublinearMemoryConfig`.
+
+    Args:
+        thresh_nr_try: Number of block-size thresholds tried.
+        genetic_nr_iter: Generations of the genetic search; 0 is off.
+        genetic_pool_size: Plans kept in each generation.
+        lb_memory_mb: Stop saving memory below this many MB.
+        num_worker: Planner threads; half of the processors by default.
+
+    Raises:
+        ValueError: If a field is not an integer of its range.
+    """
+
+    thresh_nr_try: int = 10
+    genetic_nr_iter: int = 0
+    genetic_pool_size: int = 20
+    lb_memory_mb: int = 0
+    num_worker: int = max(1, (os.cpu_count() or 2) // 2)
+
+    def __post_init__(self):
+        for name in ("thresh_nr_try", "genetic_pool_size", "num_worker"):
+            set_fields(self, **{name: positive_int(getattr(self, name), name)})
+        for name in ("genetic_nr_iter", "lb_memory_mb"):
+            value = getattr(self, name)
+            if not (is_integer(value) and value >= 0):
+                raise ValueError(
+                    f"`{name}` must be a non-negative integer. "
+                    f"Received: {name}={value!r}"
+                )
 
 
 def search(

@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 import kmem
+from kmem.base.bindings import HEURISTICS
 from kmem.dtr.simulator import simulate
 from kmem.dtr.trace import read_program
-from kmem.options import HEURISTICS
 
 pytestmark = pytest.mark.usefixtures("native_library")
 

@@ -3,10 +3,10 @@ import random
 import planning_cases as cases
 import pytest
 
-from kmem.options import Genetic
 from kmem.planning import chain
 from kmem.planning import genetic
 from kmem.planning.bounds import InfeasibleBudget
+from kmem.planning.genetic import Genetic
 
 
 def _peak(network, **options) -> int:
