@@ -137,6 +137,19 @@ def test_weights_that_no_gradient_needs_are_not_gathered_again():
     assert len(engine.gathered) == DEPTH + 2
 
 
+def test_the_penalty_of_a_weight_is_a_regularizer_of_keras_meanwhile():
+    """Keras 3.12 takes no other function for one."""
+    model = chain()
+    plain = model.layers[0].kernel.regularizer = keras.regularizers.L2(0.1)
+    cut(model.weights)
+
+    with units.applied(units.find(model, None), keeps=False):
+        penalty = model.layers[0].kernel.regularizer
+        assert penalty is not plain
+        assert isinstance(penalty, keras.regularizers.Regularizer)
+    assert model.layers[0].kernel.regularizer is plain
+
+
 def test_shards_elsewhere_are_fetched_while_the_unit_before_runs():
     model = keras.Sequential([keras.Input((3,))])
     for number in range(2):
