@@ -324,7 +324,7 @@ def split_options(
         ValueError: As `MemoryOptions`.
     """
     if known is not None:
-        _refuse_unknown(arguments, {*_PARSERS, *known})
+        _refuse_unknown(arguments, [*_PARSERS, *sorted(known)])
     given = [name for name in arguments if name in _PARSERS]
     return MemoryOptions(**{name: arguments.pop(name) for name in given})
 

@@ -98,7 +98,9 @@ class Session:
             processes = sharded.slices
         # A plan counts on the order that a gradient of its own is given, and
         # shards of all gradients would be a large part of what a step needs.
-        early = plan is not None and updates.are_early(model, options)
+        early = sharded is not None or (
+            plan is not None and updates.are_early(model, options)
+        )
         if (
             (plan is not None and has_default_step(model))
             or options.microbatches is not None
@@ -109,7 +111,7 @@ class Session:
             self.step: WholeStep = SplitStep(
                 *(model, optimizer, options, processes),
                 ordered=plan is not None,
-                early=early or sharded is not None,
+                early=early,
             )
         else:
             self.step = WholeStep(model)
@@ -120,8 +122,9 @@ class Session:
                 compiles=sharded is None,
                 repeats=not isinstance(self.step, SplitStep),
             )
-        # Of both, a step may fail between two of its updates.
-        if is_users and (early or evicting is not None):
+        # Where several processes train, one that fails ends all of them.
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        if is_users and processes.num_processes == replicas == 1:
             undoing = Undoing(model, self.changes)
         together = (evicting, mixed, sharded, planned, self.step, undoing)
         self._mechanisms = [each for each in together if each is not None]

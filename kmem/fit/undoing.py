@@ -1,7 +1,9 @@
 """What the steps of a model change, and the undo of steps that fail.
 
-An early update cannot wait to see whether all of its step succeeds, nor can
-one that runs operator by operator. A step leaves all of its updates, or none.
+Memory may run out between two updates of a step: an update needs some itself,
+and an early one does not wait to see whether all of its step succeeds. A step
+leaves all of its updates, or none. What this costs is a copy of weights and
+optimizer to host memory for each step.
 """
 
 from collections.abc import Callable
@@ -67,6 +69,9 @@ class Changes:
 class Undoing(Mechanism):
     """Keeps what a step changes outside of the device until it is done.
 
+    It changes nothing else. Once a step is done all variables exist, and are
+    not looked for again while the model trains.
+
     Args:
         model: The model.
         changes: What a step changes.
@@ -87,17 +92,21 @@ class Undoing(Mechanism):
 
     def wrapped(self, function: Callable) -> Callable:
         def train(iterator):
-            changed, reader = self._changes.variables, self._reader
-            if reader is None or not reader.reads(changed):
-                reader = self._reader = snapshot.Reader(changed)
+            reader = self._reader or snapshot.Reader(self._changes.variables)
             before = snapshot.State(reader, self._model.metrics)
             try:
-                return function(iterator)
+                logs = function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 # The data ended. Steps that were taken before are done.
                 raise
             except BaseException:
                 before.restore()
                 raise
+            if self._reader is None:
+                changed = self._changes.variables
+                if not reader.reads(changed):
+                    reader = snapshot.Reader(changed)
+                self._reader = reader
+            return logs
 
         return train

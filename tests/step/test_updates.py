@@ -114,11 +114,27 @@ def _deep_model():
         x = layers.Dense(64, "tanh")(x)
     model = keras.Model(inputs, layers.Dense(1)(x))
     model.compile("adam", "mse")
-    return kmem.wrap(model)
+    return kmem.wrap(model), 2048
+
+
+def _wide_model():
+    """One whose updates need more than its forward pass."""
+    keras.utils.set_random_seed(0)
+    inputs = x = keras.Input((64,))
+    for _ in range(4):
+        x = layers.Dense(512, "tanh")(x)
+    model = keras.Model(inputs, layers.Dense(1)(x))
+    model.compile("adam", "mse")
+    return kmem.wrap(model), 32
 
 
 @pytest.mark.parametrize(
-    "num_points", [5, pytest.param(100, marks=pytest.mark.slow)]
+    "num_points",
+    [
+        3,
+        pytest.param(20, marks=pytest.mark.slow),
+        pytest.param(100, marks=pytest.mark.exhaustive),
+    ],
 )
 @pytest.mark.parametrize(
     "name, option",
@@ -126,14 +142,18 @@ def _deep_model():
         ("remat", None),
         ("microbatches", 4),
         ("gradient_accumulation_steps", 2),
+        ("sharding", "full"),
+        ("sharding", "optimizer"),
     ],
 )
+@pytest.mark.parametrize("make_model", [_deep_model, _wide_model])
 def test_a_step_that_fails_leaves_weights_and_optimizer_as_they_were(
-    name, option, num_points
+    name, option, num_points, make_model
 ):
-    """Wherever in the step it is that memory runs out."""
-    model = _deep_model()
-    x = np.random.default_rng(0).normal(size=(2048, 64)).astype("float32")
+    """Wherever in the step it is that memory runs out. In 16 bits TensorFlow
+    ends the process where a product is refused its memory."""
+    model, num_rows = make_model()
+    x = np.random.default_rng(0).normal(size=(num_rows, 64)).astype("float32")
     # One update.
     num_batches = option if name == "gradient_accumulation_steps" else 1
     data = tf.data.Dataset.from_tensors((x, x[:, :1])).repeat(num_batches)
@@ -163,6 +183,6 @@ def test_a_step_that_fails_leaves_weights_and_optimizer_as_they_were(
             for got, want in zip(state(), before, strict=True):
                 np.testing.assert_array_equal(got, want)
         kmem.memory.limit(None, "CPU")
-    # Not all steps have the highest peak.
-    assert num_failed > num_points / 2
+    # Not all steps have the highest peak, and shards are made whole in the end.
+    assert num_failed > 0
     fit()
