@@ -157,7 +157,7 @@ def _feed(
     strategy: tf.distribute.Strategy, batch: Any, in_fit: bool
 ) -> Callable[[], Iterator]:
     """What gives every replica the same random data, as often as asked."""
-    data = batches.made_up(batch)
+    data = batches.random_data(batch)
     if not in_fit:
         return lambda: iter([data])
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]

@@ -276,7 +276,7 @@ def build(model: keras.Model, batch) -> None:
     if all(layer.built for layer in all_layers(model)):
         return
     x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
-    data = batches.made_up(batches.part_of(x, batches.num_rows(x) or 1))
+    data = batches.random_data(batches.part_of(x, batches.num_rows(x) or 1))
     with model.distribute_strategy.scope(), DiscardedState():
         model(data)
 

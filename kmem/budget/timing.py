@@ -261,7 +261,7 @@ def ratio_in_turns(
     Returns:
         The median of some turns, or `None` if they ran out of memory.
     """
-    data = [batches.made_up(batch) for batch in specs]
+    data = [batches.random_data(batch) for batch in specs]
     for session in sessions:
         session.changes.build()
     changes = [session.changes.variables for session in sessions]

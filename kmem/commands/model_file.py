@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The file, and the number of rows of a batch."""
+    """The file, and the batch size."""
     parser.add_argument(
         "model",
         type=arguments.existing_file,
@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch",
         type=arguments.positive,
         required=True,
-        metavar="ROWS",
-        help="the number of rows of a batch",
+        metavar="SIZE",
+        help="the batch size",
     )
 
 

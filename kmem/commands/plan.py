@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from kmem.budget.planner import plan
 
     model, batch = model_file.load(args)
-    made = plan(
+    best = plan(
         model,
         batch,
         args.budget,
@@ -56,12 +56,12 @@ def run(args: argparse.Namespace) -> int:
         costs=args.costs,
         verbose=1,
     )
-    print(made.summary())
+    print(best.summary())
     if args.output is not None:
-        made.save(args.output)
+        best.save(args.output)
         print(f"saved: {args.output}")
     if args.plot is not None:
-        made.plot(args.plot)
+        best.plot(args.plot)
         print(f"drawn: {args.plot}")
     return 0
 

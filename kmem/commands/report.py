@@ -1,6 +1,6 @@
 """`kmem report`: chooses options for a saved model, and draws them.
 
-One step is trained on made-up numbers. The file is left as it is.
+One step is trained on random data. The file is left as it is.
 """
 
 import argparse
@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     from kmem.step import batches
 
     model, batch = model_file.load(args)
-    keras.utils.set_random_seed(0)  # Of the numbers that are made up.
-    x, y, _ = keras.utils.unpack_x_y_sample_weight(batches.made_up(batch))
+    keras.utils.set_random_seed(0)  # Of the random data.
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(batches.random_data(batch))
     trained: Any = wrap(model)
     trained.fit(
         x, y, batch_size=args.batch, memory_budget=args.budget, verbose=1

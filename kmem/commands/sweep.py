@@ -42,16 +42,16 @@ def run(args: argparse.Namespace) -> int:
     from kmem.step import batches
 
     model, batch = model_file.load(args)
-    keras.utils.set_random_seed(0)  # Of the numbers that are made up.
-    found = sweep(
+    keras.utils.set_random_seed(0)  # Of the random data.
+    results = sweep(
         model,
-        batches.made_up(batch),
+        batches.random_data(batch),
         args.thresholds,
         steps=args.steps,
         verbose=1,
     )
-    print(found.summary())
+    print(results.summary())
     if args.plot is not None:
-        found.plot(args.plot)
+        results.plot(args.plot)
         print(f"drawn: {args.plot}")
     return 0

@@ -54,7 +54,7 @@ class BudgetFailed(ValueError):
 
     Attributes:
         thrashed: Whether it would have gone on; otherwise nothing was left to
-            give up.
+            evict.
     """
 
     def __init__(self, message: str, thrashed: bool):

@@ -24,7 +24,7 @@ class MemoryMonitor(keras.callbacks.Callback):
 
     Under `fit(dtr=...)` there are two more, counted since the epoch began:
 
-    - `dtr_evictions`: how often a tensor was given up.
+    - `dtr_evictions`: how often a tensor was evicted.
     - `dtr_recomputations`: how many operators ran again.
 
     They appear in the progress bar and in `History` always, and in

@@ -111,7 +111,7 @@ def covers(batch, other) -> bool:
     return all(mine == its or _is_within(its, mine) for mine, its in pairs)
 
 
-def made_up(batch) -> Any:
+def random_data(batch) -> Any:
     """Numbers in a batch's shapes: always the same, zeros for integers."""
     return keras.tree.map_structure(_numbers, batch)
 

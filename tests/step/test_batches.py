@@ -102,10 +102,10 @@ def test_the_largest_part_of_a_batch_is_rounded_up(count, rows):
     assert [spec.shape.as_list() for spec in found] == [[rows, 3], [rows], []]
 
 
-def test_made_up_numbers_have_the_shapes_of_a_batch():
+def test_random_data_has_the_shapes_of_a_batch():
     batch = (tf.TensorSpec((2, 3)), None, tf.TensorSpec((2,), "int64"))
 
-    x, none, classes = batches.made_up(batch)
+    x, none, classes = batches.random_data(batch)
 
     assert none is None
     assert (x.shape, x.dtype) == ((2, 3), "float32")
