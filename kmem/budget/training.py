@@ -73,11 +73,8 @@ class _Bucket:
 
     def read_state(self) -> snapshot.Reader:
         """Reads what a step changes; the first one may make variables."""
-        state = self.session.changes.variables
-        reader = self.reader
-        if reader is None or not reader.reads(state):
-            reader = self.reader = snapshot.Reader(state)
-        return reader
+        self.reader = self.session.changes.reader(self.reader)
+        return self.reader
 
 
 class BudgetedSession:

@@ -39,6 +39,13 @@ class Changes:
         """The variables that a step may change."""
         return stored(changed_variables(self._model, self._optimizer))
 
+    def reader(self, earlier: snapshot.Reader | None) -> snapshot.Reader:
+        """Reads these variables; `earlier`, if it reads no others."""
+        variables = self.variables
+        if earlier is not None and earlier.reads(variables):
+            return earlier
+        return snapshot.Reader(variables)
+
     def undone(self):
         """A context that gives back what steps change within."""
         return snapshot.unchanged(self.variables, self._model.metrics)
@@ -92,7 +99,7 @@ class Undoing(Mechanism):
 
     def wrapped(self, function: Callable) -> Callable:
         def train(iterator):
-            reader = self._reader or snapshot.Reader(self._changes.variables)
+            reader = self._reader or self._changes.reader(None)
             before = snapshot.State(reader, self._model.metrics)
             try:
                 logs = function(iterator)
@@ -102,11 +109,7 @@ class Undoing(Mechanism):
             except BaseException:
                 before.restore()
                 raise
-            if self._reader is None:
-                changed = self._changes.variables
-                if not reader.reads(changed):
-                    reader = snapshot.Reader(changed)
-                self._reader = reader
+            self._reader = self._reader or self._changes.reader(reader)
             return logs
 
         return train
