@@ -1,59 +1,73 @@
 """How much memory TensorFlow uses, and how much it may use.
 
-On the CPU the numbers come from kmem's own allocator (custom_ops/memory),
-which takes the place of TensorFlow's: they count every allocation of every
-operation, in eager, graph and XLA mode, byte for byte, and repeat from run to
-run as far as the order of the operations does. A limit on the CPU behaves as
-a device of that size: what does not fit raises the same
-`tf.errors.ResourceExhaustedError` as on a GPU. On a GPU the numbers are
-TensorFlow's own. (Those of a CPU leave out what is below 256 kB, and count the
-rest for up to twice its bytes.)
+kmem's allocator (custom_ops/memory) stands around that of each device: in the
+place of TensorFlow's own on the CPU, and before it on a GPU. It counts every
+allocation of every operation, in eager, graph and XLA mode, byte for byte, and
+the numbers repeat from run to run as far as the order of the operations does.
+A limit holds within operations: what does not fit raises
+`tf.errors.ResourceExhaustedError`, so that a CPU behaves as a device of that
+size. With a pool it also behaves as one whose memory has holes.
 
 A request counts for its bytes rounded up to a multiple of 64. All logical CPU
 devices share one allocator, so "CPU:0" and "CPU:1" give the same numbers.
 
 What is not counted: memory that is not TensorFlow's, such as NumPy arrays,
-among them those that a tensor merely points to, and the Python objects.
+among them those that a tensor merely points to, and the Python objects. None
+of this has run on a GPU yet.
 """
 
 import contextlib
+import ctypes
+import dataclasses
 import functools
 import os
 import re
-import threading
 import warnings
 from collections.abc import Iterator
 
+from kmem.base import bindings
 from kmem.base import native
 from kmem.base.sizes import parse_size
 
 _DEVICE = re.compile(r"/?(?:device:)?(CPU|GPU)(?::(\d+))?", re.IGNORECASE)
 
 
-def limit(size: int | str | None, device: str | None = None) -> None:
+def limit(
+    size: int | str | None,
+    device: str | None = None,
+    pool: bool | str = False,
+) -> None:
     """Limits the memory that TensorFlow may use on a device.
 
-    On the CPU the limit holds at once and can be changed at any time. What
+    The limit holds at once and can be changed at any time. On the CPU, what
     TensorFlow cannot report as an error is granted even above it: data that
     comes from Python, NumPy or an input pipeline, and what some oneDNN kernels
     (convolution, batch normalization) allocate. It is counted, and the next
     operation that needs memory is refused: for such a kernel in any case,
     for data if it does not fit.
 
-    On a GPU it is the memory limit of TensorFlow's logical device, in whole
-    MiB, and must be set before the first TensorFlow operation.
+    With a pool, every block of 1 kB or more comes from one region of this
+    size, as on a GPU: what is free in it may be enough and still lie in
+    pieces, none of which is. Smaller blocks, which on a GPU's computer are
+    mostly the host's, come from beside it, as does what cannot be refused.
+    The environment variable `KMEM_POOL=1GB` asks for one on the CPU when kmem
+    is imported.
 
     Args:
         size: Bytes (an integer), a string such as `"500MB"`, `"5GB"` (powers
-            of ten) or `"5GiB"` (powers of two), or `None` to lift the limit.
+            of ten) or `"5GiB"` (powers of two), or `None` to lift the limit,
+            though not that of a pool.
         device: `"CPU"`, `"GPU:1"` and the like. Defaults to `"GPU:0"` if
             there is one, else `"CPU:0"`.
+        pool: Whether blocks come from a pool of this size, from the first
+            TensorFlow operation until the end of the process. TensorFlow's
+            `GPUBFCAllocator` manages it.
 
     Raises:
         ValueError: If `size` is not a size, if more than that is in use
             already, or if there is no such device.
-        RuntimeError: If the limit can no longer be set, see above, or if
-            kmem's allocator could not be put in place.
+        RuntimeError: If a pool can no longer be had, see above, or if kmem's
+            allocator could not be put in place.
 
     Example:
 
@@ -64,8 +78,71 @@ def limit(size: int | str | None, device: str | None = None) -> None:
     kmem.memory.limit(None, device="CPU")
     ```
     """
+    kind = _kind(pool)
+    number = _number(device)
     num_bytes = None if size is None else parse_size(size)
-    _meter(device).limit(num_bytes)
+    library = native.allocator()
+    if kind == bindings.NO_POOL:
+        native_size = -1 if num_bytes is None else num_bytes
+        if not library.kmem_set_limit(number, native_size):
+            raise ValueError(
+                "`size` must be at least what is in use, which is "
+                f"{current(device)} bytes. Received: size={num_bytes}"
+            )
+    elif num_bytes is None:
+        raise ValueError(
+            f"`size` must be that of the pool. Received: size=None, {pool=}"
+        )
+    elif not library.kmem_ask_for_pool(number, kind, num_bytes):
+        raise RuntimeError(
+            "A pool must be asked for before the first TensorFlow operation, "
+            "and there has been one, or another pool."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """How a pool is filled, all in bytes.
+
+    Attributes:
+        size: The whole region.
+        blocks: What TensorFlow asked for, of what it has not given back.
+        chunks: What that takes in the pool: every block lies in a chunk,
+            which may be larger.
+        peak_chunks: The most that the chunks took since `reset_peak`.
+        largest_free: The largest piece that is free: of a larger request it
+            does not matter how much is free.
+    """
+
+    size: int
+    blocks: int
+    chunks: int
+    peak_chunks: int
+    largest_free: int
+
+
+def pool(device: str | None = None) -> Pool | None:
+    """Returns how a device's pool is filled, or `None` if it has none.
+
+    Args:
+        device: See `kmem.memory.limit`.
+
+    Example:
+
+    ```python
+    import kmem
+
+    pool = kmem.memory.pool("CPU")
+    if pool:
+        print(f"{pool.size - pool.chunks} bytes are free")
+    ```
+    """
+    usage = bindings.PoolUsage()
+    library = native.allocator()
+    if not library.kmem_pool_usage(_number(device), ctypes.byref(usage)):
+        return None
+    names = [field.name for field in dataclasses.fields(Pool)]
+    return Pool(**{name: getattr(usage, name) for name in names})
 
 
 def current(device: str | None = None) -> int:
@@ -85,7 +162,7 @@ def current(device: str | None = None) -> int:
     kmem.memory.current("CPU") - before  # 4000000
     ```
     """
-    return _meter(device).current()
+    return native.stats(_number(device)).in_use
 
 
 def peak(device: str | None = None) -> int:
@@ -107,18 +184,18 @@ def peak(device: str | None = None) -> int:
     print(f"{kmem.memory.peak('CPU') / 1e6:.1f} MB")
     ```
     """
-    return _meter(device).peak()
+    return native.stats(_number(device)).peak
 
 
 def reset_peak(device: str | None = None) -> None:
-    """Makes the peak what is in use now.
+    """Makes the peak what is in use now, and that of a pool likewise.
 
     `track` blocks that are open do not notice.
 
     Args:
         device: See `kmem.memory.limit`.
     """
-    _meter(device).reset_peak()
+    native.allocator().kmem_reset_peak(_number(device))
 
 
 class Usage:
@@ -127,25 +204,34 @@ class Usage:
     Inside the block `peak_bytes` and `end_bytes` are those up to now.
     """
 
-    def __init__(self, meter: "_Meter") -> None:
-        self._meter = meter
-        self._mark = meter.open()
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._mark = native.allocator().kmem_open_watermark(number)
+        if self._mark < 0:
+            raise RuntimeError(
+                "At most 64 blocks of `kmem.memory.track` can be open at the "
+                "same time."
+            )
         self._final: tuple[int, int] | None = None
-        self.start_bytes = meter.current()
+        self.start_bytes = native.stats(number).in_use
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes that were in use in the block."""
-        return self._final[0] if self._final else self._meter.read(self._mark)
+        if self._final:
+            return self._final[0]
+        return native.allocator().kmem_watermark(self._number, self._mark)
 
     @property
     def end_bytes(self) -> int:
         """The bytes that were in use at the end of the block."""
-        return self._final[1] if self._final else self._meter.current()
+        if self._final:
+            return self._final[1]
+        return native.stats(self._number).in_use
 
     def _close(self) -> None:
         self._final = (self.peak_bytes, self.end_bytes)
-        self._meter.close(self._mark)
+        native.allocator().kmem_close_watermark(self._number, self._mark)
 
 
 @contextlib.contextmanager
@@ -174,7 +260,7 @@ def track(device: str | None = None) -> Iterator[Usage]:
     usage.peak_bytes - usage.start_bytes  # 8000000
     ```
     """
-    usage = Usage(_meter(device))
+    usage = Usage(_number(device))
     try:
         yield usage
     finally:
@@ -187,184 +273,70 @@ def capacity(device: str | None = None) -> int:
     Args:
         device: See `kmem.memory.limit`.
     """
-    return _meter(device).capacity()
+    from kmem.base import private_tf
+
+    number = _number(device)
+    limit = native.stats(number).limit if native.is_registered() else None
+    if number != _CPU:
+        whole = private_tf.memory_limits("GPU")[f"/device:GPU:{number - 1}"]
+        return whole if limit is None else min(whole, limit)
+    if limit is not None:
+        return limit
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def is_counted(device: str | None = None) -> bool:
     """Returns whether the bytes in use on a device can be counted.
 
-    They cannot be on a CPU where kmem's allocator is not in place. What plans
-    and budgets go by is predicted then, and a warning says so once.
+    They cannot be where kmem's allocator is not in place. What plans and
+    budgets go by is predicted then, and a warning says so once.
 
     Args:
         device: See `kmem.memory.limit`.
     """
-    return _meter(device) is not _meters["CPU", 0] or _is_cpu_counted()
+    _number(device)
+    return _is_counted()
 
 
 @functools.cache
-def _is_cpu_counted() -> bool:
+def _is_counted() -> bool:
     try:
         native.allocator()
     except native.NativeLibraryError as error:
         warnings.warn(
-            "kmem cannot count the bytes that TensorFlow uses on the CPU, so "
-            "that `remat`, `memory_budget`, `kmem.plan` and `kmem.profile` go "
-            "by predicted bytes and computed times, and a step that needs "
-            f"more than a budget is neither seen nor undone. {error}",
+            "kmem cannot count the bytes that TensorFlow uses, so that "
+            "`remat`, `memory_budget`, `kmem.plan` and `kmem.profile` go by "
+            "predicted bytes and computed times, and a step that needs more "
+            f"than a budget is neither seen nor undone. {error}",
             stacklevel=3,
         )
         return False
     return True
 
 
-class _CPU:
-    """Asks kmem's allocator.
-
-    It keeps the marks itself: peaks of their own, from `open` to `close`.
-    """
-
-    def limit(self, num_bytes: int | None) -> None:
-        library = native.allocator()
-        if not library.kmem_set_limit(-1 if num_bytes is None else num_bytes):
-            raise ValueError(
-                "`size` must be at least what is in use, which is "
-                f"{self.current()} bytes. Received: size={num_bytes}"
-            )
-
-    def capacity(self) -> int:
-        limit = native.stats().limit if native.is_registered() else None
-        if limit is not None:
-            return limit
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-    def current(self) -> int:
-        return native.stats().in_use
-
-    def peak(self) -> int:
-        return native.stats().peak
-
-    def reset_peak(self) -> None:
-        native.allocator().kmem_reset_peak()
-
-    def open(self) -> int:
-        mark = native.allocator().kmem_open_watermark()
-        if mark < 0:
-            raise RuntimeError(
-                "At most 64 blocks of `kmem.memory.track` can be open at the "
-                "same time."
-            )
-        return mark
-
-    def read(self, mark: int) -> int:
-        return native.allocator().kmem_watermark(mark)
-
-    def close(self, mark: int) -> None:
-        native.allocator().kmem_close_watermark(mark)
+def _kind(pool: bool | str) -> int:
+    if not isinstance(pool, bool):
+        raise ValueError(f"`pool` must be a bool. Received: {pool=}")
+    return bindings.BFC_POOL if pool else bindings.NO_POOL
 
 
-class _GPU:
-    """Asks TensorFlow, which keeps a single peak.
-
-    That one is reset at the start of every block, after every open mark has
-    taken note of it. Mark 0 is the outermost, that of `kmem.memory.peak`.
-    """
-
-    def __init__(self, index: int) -> None:
-        self._name = f"GPU:{index}"
-        self._index = index
-        self._marks = {0: 0}
-        self._num_opened = 0
-        self._lock = threading.Lock()
-
-    def limit(self, num_bytes: int | None) -> None:
-        import tensorflow as tf
-
-        mib = None if num_bytes is None else num_bytes // 2**20
-        if mib == 0:
-            raise ValueError(
-                "`size` must be at least 1 MiB on a GPU. "
-                f"Received: size={num_bytes}"
-            )
-        physical = tf.config.get_visible_devices("GPU")[self._index]
-        try:
-            tf.config.set_logical_device_configuration(
-                physical,
-                [tf.config.LogicalDeviceConfiguration(memory_limit=mib)],
-            )
-        except RuntimeError as error:
-            raise RuntimeError(
-                "The memory limit of a GPU must be set before the first "
-                "TensorFlow operation, and there has been one."
-            ) from error
-
-    def capacity(self) -> int:
-        from kmem.base import private_tf
-
-        return private_tf.memory_limits("GPU")[f"/device:{self._name}"]
-
-    def current(self) -> int:
-        return self._info()["current"]
-
-    def peak(self) -> int:
-        return self.read(0)
-
-    def reset_peak(self) -> None:
-        with self._lock:
-            self._restart(0)
-
-    def open(self) -> int:
-        with self._lock:
-            self._num_opened += 1
-            self._restart(self._num_opened)
-            return self._num_opened
-
-    def read(self, mark: int) -> int:
-        with self._lock:
-            self._note()
-            return self._marks[mark]
-
-    def close(self, mark: int) -> None:
-        with self._lock:
-            self._note()
-            del self._marks[mark]
-
-    def _info(self) -> dict[str, int]:
-        import tensorflow as tf
-
-        return tf.config.experimental.get_memory_info(self._name)
-
-    def _note(self) -> None:
-        peak_bytes = self._info()["peak"]
-        for mark, highest in self._marks.items():
-            self._marks[mark] = max(highest, peak_bytes)
-
-    def _restart(self, mark: int) -> None:
-        import tensorflow as tf
-
-        self._note()
-        tf.config.experimental.reset_memory_stats(self._name)
-        self._marks[mark] = self.current()
+_CPU = 0
 
 
-_Meter = _CPU | _GPU
-_meters: dict[tuple[str, int], _Meter] = {("CPU", 0): _CPU()}
-
-
-def _meter(device: str | None) -> _Meter:
+def _number(device: str | None) -> int:
+    """The device's number in the native library: that of GPU i is i + 1."""
     import tensorflow as tf
 
     gpus = tf.config.get_visible_devices("GPU")
     if device is None:
-        kind, index = ("GPU" if gpus else "CPU"), 0
-    else:
-        match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
-        kind = match[1].upper() if match else ""
-        index = int(match[2] or 0) if match else 0
+        return 1 if gpus else _CPU
+    match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
+    kind = match[1].upper() if match else ""
+    index = int(match[2] or 0) if match else 0
     if kind == "CPU" and index < _num_cpus():
-        return _meters["CPU", 0]
+        return _CPU
     if kind == "GPU" and index < len(gpus):
-        return _meters.setdefault((kind, index), _GPU(index))
+        return index + 1
     devices = [f"CPU:{i}" for i in range(_num_cpus())]
     devices += [f"GPU:{i}" for i in range(len(gpus))]
     raise ValueError(

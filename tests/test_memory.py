@@ -1,6 +1,8 @@
 """kmem.memory: exact counting, and a limit that holds."""
 
+import ctypes
 import functools
+import textwrap
 import threading
 
 import keras
@@ -239,39 +241,138 @@ def test_other_devices_are_refused(device):
         memory.current(device)
 
 
-class FakeTensorFlow:
-    """What `_GPU` asks of TensorFlow: one peak for everybody."""
-
-    def __init__(self, monkeypatch):
-        self.current = self.highest = 0
-        experimental = tf.config.experimental
-        monkeypatch.setattr(experimental, "get_memory_info", self.info)
-        monkeypatch.setattr(experimental, "reset_memory_stats", self.reset)
-
-    def info(self, device):
-        return {"current": self.current, "peak": self.highest}
-
-    def reset(self, device):
-        self.highest = self.current
-
-    def use(self, num_bytes):
-        self.current += num_bytes
-        self.highest = max(self.highest, self.current)
+def test_each_device_has_a_budget_of_its_own():
+    library = native.allocator()
+    before = memory.current("CPU")
+    assert library.kmem_set_limit(1, 10)
+    assert native.stats(1).limit == 10
+    assert native.stats(1).in_use == 0
+    x = ones(MB)
+    assert memory.current("CPU") == before + MB
+    assert library.kmem_set_limit(1, -1)
+    assert native.stats(1).limit is None
+    del x
 
 
-def test_blocks_on_a_gpu_share_tensorflows_only_peak(monkeypatch):
-    tensorflow = FakeTensorFlow(monkeypatch)
-    gpu = memory._GPU(0)
-    tensorflow.use(100)
-    outer = gpu.open()
-    tensorflow.use(50)
-    tensorflow.use(-50)
-    inner = gpu.open()
-    tensorflow.use(20)
-    assert (gpu.read(inner), gpu.read(outer), gpu.peak()) == (120, 150, 150)
-    gpu.close(inner)
-    gpu.reset_peak()
-    assert (gpu.read(outer), gpu.peak()) == (150, 120)
+def test_tensorflow_takes_kmems_allocators_of_gpus():
+    singleton = ctypes.CDLL(
+        "libtensorflow_cc.so.2"
+    )._ZN10tensorflow15GPUProcessState9singletonEPS0_
+    singleton.restype, singleton.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    methods = ctypes.c_int64.from_address(singleton(None)).value
+    with open("/proc/self/maps") as maps:
+        lines = [line.split() for line in maps]
+    for addresses, *_, path in lines:
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        if start <= methods < end:
+            assert path == native.allocator()._name
+
+
+def in_pool(code):
+    return """
+        import kmem
+        kmem.memory.limit("100MB", device="CPU", pool=True)
+        import tensorflow as tf
+        """ + code
+
+
+def test_blocks_come_from_the_pool_and_small_ones_from_beside_it(python):
+    status, output, errors = python.run(
+        in_pool("""
+        before = kmem.memory.pool("CPU")
+        x = tf.fill([1_000_000], 1.0)
+        y = tf.fill([100], 1.0)
+        after = kmem.memory.pool("CPU")
+        print(after.size, kmem.memory.capacity("CPU"))
+        print(after.blocks - before.blocks, after.chunks >= after.blocks)
+        print(after.peak_chunks >= after.chunks)
+        print(after.largest_free <= after.size - after.chunks)
+        kmem.memory.limit(None, device="CPU")
+        print(kmem.memory.capacity("CPU"))
+        """)
+    )
+    assert status == 0, errors[-2000:]
+    assert output.splitlines() == [
+        "100000000 100000000",
+        "4000000 True",
+        "True",
+        "True",
+        "100000000",
+    ]
+
+
+def test_what_is_free_in_pieces_does_not_hold_a_larger_block(python):
+    status, output, errors = python.run(
+        in_pool("""
+        value, size = tf.constant(1.0), tf.constant([1_000_000])
+        blocks = [tf.fill(size, value) for _ in range(24)]
+        del blocks[::2]
+        pool = kmem.memory.pool("CPU")
+        print(pool.size - pool.chunks > 48_000_000)
+        print(pool.largest_free < 10_000_000)
+        try:
+            tf.fill([4_000_000], 1.0)
+        except tf.errors.ResourceExhaustedError as error:
+            print(f"{pool.largest_free} in one piece" in error.message)
+        del blocks
+        print(tf.fill([4_000_000], 1.0)[0].numpy())
+        """)
+    )
+    assert status == 0, errors[-2000:]
+    assert output.splitlines() == ["True"] * 3 + ["1.0"]
+
+
+def test_a_step_in_a_pool_has_the_same_numbers(python):
+    code = """
+        import keras
+        import numpy as np
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([
+            keras.Input((16, 16, 4)),
+            keras.layers.Conv2D(8, 3, padding="same"),
+            keras.layers.BatchNormalization(),
+            keras.layers.ReLU(),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(8, activation="relu"),
+            keras.layers.Dense(1),
+        ])
+        model.compile("adam", "mse")
+        x = np.random.default_rng(0).normal(size=(8, 16, 16, 4))
+        for _ in range(3):
+            loss = model.train_on_batch(x, np.ones((8, 1)))
+        print(loss.hex() if isinstance(loss, float) else float(loss).hex())
+        """
+    plain = python.run("import kmem\n" + textwrap.dedent(code))
+    status, output, errors = python.run(in_pool(code))
+    assert status == 0, errors[-2000:]
+    assert output == plain[1]
+
+
+def test_the_environment_asks_for_a_pool(python):
+    status, output, errors = python.run(
+        """
+        import kmem
+        import tensorflow as tf
+        x = tf.fill([1_000_000], 1.0)
+        print(kmem.memory.pool("CPU").size)
+        """,
+        KMEM_POOL="50MB",
+    )
+    assert (status, output) == (0, "50000000\n"), errors[-2000:]
+    status, _, errors = python.run("import kmem", KMEM_POOL="many")
+    assert status == 1
+    assert "`KMEM_POOL` must be a positive number" in errors
+
+
+def test_a_pool_is_asked_for_before_the_first_operation():
+    ones(MB)
+    with pytest.raises(RuntimeError, match="before the first TensorFlow oper"):
+        memory.limit("1GB", device="CPU", pool=True)
+    assert memory.pool("CPU") is None
+    with pytest.raises(ValueError, match="Received: size=None, pool=True"):
+        memory.limit(None, device="CPU", pool=True)
+    with pytest.raises(ValueError, match="`pool` must be .* Received: pool=3"):
+        memory.limit("1GB", device="CPU", pool=3)
 
 
 def test_logical_cpus_share_one_allocator(python):
@@ -320,7 +421,7 @@ def test_a_forked_child_can_allocate(python):
 
 def test_the_public_names_are_those_of_the_documentation():
     assert kmem.memory is memory
-    for name in ("limit", "current", "peak", "reset_peak", "track"):
+    for name in ("limit", "current", "peak", "reset_peak", "track", "pool"):
         assert callable(getattr(memory, name))
 
 

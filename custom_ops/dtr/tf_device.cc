@@ -12,7 +12,7 @@
 #include <string_view>
 #include <utility>
 
-#include "../memory/budget_allocator.h"
+#include "../memory/evictor.h"
 #include "tensorflow/c/eager/tfe_tensorhandle_internal.h"
 #include "tensorflow/core/common_runtime/eager/custom_device.h"
 #include "tf_session.h"
@@ -41,20 +41,23 @@ class Device : public Evictor {
     return session->MakeRoom(bytes) || (grows_ && physical_->Raise(bytes));
   }
 
+  bool MakeBlock(int64_t bytes) override {
+    const std::shared_ptr<Session> session = current();
+    return session != nullptr && session->MakeBlock(bytes);
+  }
+
   std::shared_ptr<Session> current() { return std::atomic_load(&current_); }
 
   bool Begin(std::shared_ptr<Session> session, int64_t limit_bytes,
              bool grows) {
     physical_ = session->device();
-    if (!physical_->Begin(limit_bytes)) return false;
+    if (!physical_->Begin(limit_bytes, this)) return false;
     grows_ = grows;
     std::atomic_store(&current_, std::move(session));
-    if (!physical_->must_retry()) SetEvictor(this);
     return true;
   }
 
   int64_t End() {
-    SetEvictor(nullptr);
     std::atomic_store(&current_, std::shared_ptr<Session>());
     const int64_t limit_bytes = physical_->LimitBytes();
     physical_->End();
@@ -142,9 +145,8 @@ KMEM_EXPORT bool kmem_dtr_register(void* context, char* message,
 // heuristic.
 KMEM_EXPORT void* kmem_dtr_new_session(void* context, const char* heuristic,
                                        const kmem::dtr::Options* options) {
-  auto* in = static_cast<TFE_Context*>(context);
-  kmem::dtr::PhysicalDevice* device = kmem::dtr::TheGpu(in);
-  if (device == nullptr) device = kmem::dtr::TheCpu(in);
+  kmem::dtr::PhysicalDevice* device =
+      kmem::dtr::ThePhysicalDevice(static_cast<TFE_Context*>(context));
   auto made = kmem::dtr::MakeHeuristic(heuristic, options->seed);
   if (made == nullptr) return nullptr;
   std::unique_ptr<kmem::dtr::Heuristic> fallback;

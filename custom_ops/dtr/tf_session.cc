@@ -100,7 +100,7 @@ void Session::Execute(const TFE_Op* op, int* num_outputs,
                    status);
   }
   const int64_t start = Nanoseconds();
-  RunKernel(run.get(), call.kind == Kind::kPure, num_outputs, outputs, status);
+  RunKernel(run.get(), num_outputs, outputs, status);
   const int64_t nanoseconds = Nanoseconds() - start;
   first_nanoseconds_ += nanoseconds;
   if (TF_GetCode(status) == TF_OK) {
@@ -174,26 +174,15 @@ Status Session::SettleReaders(const Call& call) {
   return status;
 }
 
-void Session::RunKernel(TFE_Op* op, bool pure, int* num_outputs,
+void Session::RunKernel(TFE_Op* op, int* num_outputs,
                         TFE_TensorHandle** outputs, TF_Status* status) {
   no_room_.clear();
-  const int capacity = *num_outputs;
-  while (true) {
-    if (device_->must_retry()) {
-      runtime_.set_threshold_bytes(device_->LimitBytes());
-      runtime_.MakeRoom(0);
-    }
-    *num_outputs = capacity;
-    {
-      Forgetting forgetting;
-      TFE_Execute(op, outputs, num_outputs, status);
-      device_->Wait();  // Else its time would not be known.
-    }
-    if (TF_GetCode(status) != TF_RESOURCE_EXHAUSTED) return;
-    if (!pure || !device_->must_retry() || !runtime_.Evict()) break;
-    TF_SetStatus(status, TF_OK, "");
+  {
+    Forgetting forgetting;
+    TFE_Execute(op, outputs, num_outputs, status);
+    device_->Wait();  // Else its time would not be known.
   }
-  if (!no_room_.empty()) {
+  if (TF_GetCode(status) == TF_RESOURCE_EXHAUSTED && !no_room_.empty()) {
     TF_SetStatus(status, TF_RESOURCE_EXHAUSTED, no_room_.c_str());
   }
 }
@@ -239,6 +228,12 @@ bool Session::MakeRoom(int64_t bytes) {
   return status.ok();
 }
 
+bool Session::MakeBlock(int64_t) {
+  if (knows) return false;
+  Knowing knowing;
+  return runtime_.Evict();
+}
+
 Statistics Session::statistics() const {
   Knowing knowing;
   return runtime_.statistics();
@@ -266,7 +261,7 @@ Status Session::Run(const Operator& op, std::vector<void*>* payloads) {
   }
   std::vector<TFE_TensorHandle*> made(work.num_outputs);
   int num_outputs = work.num_outputs;
-  RunKernel(run.get(), true, &num_outputs, made.data(), status.get());
+  RunKernel(run.get(), &num_outputs, made.data(), status.get());
   work.signature->GiveBack(std::move(run));
   if (!IsOk(status)) {
     return Status(TF_GetCode(status.get()) == TF_RESOURCE_EXHAUSTED

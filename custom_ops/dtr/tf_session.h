@@ -58,6 +58,8 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   PhysicalDevice* device() const { return device_; }
   // Evicts until `bytes` more fit below the device's limit.
   bool MakeRoom(int64_t bytes);
+  // Evicts something, for a block of `bytes` that there is no place for.
+  bool MakeBlock(int64_t bytes);
   Statistics statistics() const;
 
   // Of all sessions. Taken in the order in which they stand here.
@@ -107,8 +109,8 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
 
   bool Read(const TFE_Op* op, Call* call, TF_Status* status);
   Status SettleReaders(const Call& call);
-  void RunKernel(TFE_Op* op, bool pure, int* num_outputs,
-                 TFE_TensorHandle** outputs, TF_Status* status);
+  void RunKernel(TFE_Op* op, int* num_outputs, TFE_TensorHandle** outputs,
+                 TF_Status* status);
   void Remember(Call* call, int64_t nanoseconds, int num_outputs,
                 TFE_TensorHandle** outputs, TF_Status* status);
   void FindOutputs(Call* call, int num_outputs, TFE_TensorHandle** outputs);

@@ -41,8 +41,10 @@ class Budget {
     const int64_t before =
         in_use_.fetch_add(bytes, std::memory_order_relaxed);
     Count(bytes, before + bytes);
-    if (owed) owes_.store(true, std::memory_order_relaxed);
+    if (owed) Owe();
   }
+
+  void Owe() { owes_.store(true, std::memory_order_relaxed); }
 
   // Whether an error is still due for bytes above the limit.
   bool owes() const { return owes_.load(std::memory_order_relaxed); }

@@ -1,30 +1,38 @@
-// TensorFlow's CPU allocator, with a budget.
+// The seam: a device's own allocator, with a budget around it.
 //
-// It takes the place of TensorFlow's own for the whole process, so every
-// tensor and every kernel's scratch memory on the CPU goes through it: eager,
-// graph and XLA. Over the limit it returns nullptr, and TensorFlow raises the
-// same ResourceExhaustedError as on a full GPU.
+// It takes the place of the allocator for the whole process, so every tensor
+// and every kernel's scratch memory on the device goes through it: eager,
+// graph and XLA, from within operators. Over the limit, once the evictor has
+// nothing more to give up, it returns nullptr, and TensorFlow raises its
+// ResourceExhaustedError.
+//
+// With a pool (device_memory.h), blocks of a kilobyte or more come from there.
+// Smaller ones come from the device's own allocator: on the CPU they are
+// shapes, counters and the like, which a GPU's program keeps on the host.
 
 #ifndef KMEM_MEMORY_BUDGET_ALLOCATOR_H_
 #define KMEM_MEMORY_BUDGET_ALLOCATOR_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 
-#include "budget.h"
 #include "caller.h"
-#include "evictor.h"
-#include "storage.h"
+#include "device_memory.h"
 #include "xla/tsl/framework/allocator.h"
 
 namespace kmem {
 
-class BudgetAllocator : public tsl::Allocator {
+class BudgetAllocator : public tsl::AllocatorWrapper {
  public:
-  BudgetAllocator(Budget* budget, PageStorage* pages)
-      : budget_(budget), pages_(pages) {}
+  static constexpr size_t kLeastPooledBytes = 1024;
+
+  // `own` must track the sizes of its blocks; both must outlive it. With
+  // `grants`, callers that do not expect a refusal get none (caller.h).
+  BudgetAllocator(DeviceMemory* memory, tsl::Allocator* own, bool grants)
+      : AllocatorWrapper(own), memory_(memory), grants_(grants) {}
 
   // TensorFlow ends its out-of-memory message with "by allocator" and this.
   std::string Name() override;
@@ -35,31 +43,41 @@ class BudgetAllocator : public tsl::Allocator {
   void DeallocateRaw(void* ptr) override;
   using tsl::Allocator::DeallocateRaw;  // With sizes, which it drops.
 
-  bool TracksAllocationSizes() const override { return true; }
   size_t RequestedSize(const void* ptr) const override;
   size_t AllocatedSize(const void* ptr) const override;
+  int64_t AllocationId(const void* ptr) const override;
+  size_t AllocatedSizeSlow(const void* ptr) const override {
+    return AllocatedSize(ptr);
+  }
 
   std::optional<tsl::AllocatorStats> GetStats() override;
   bool ClearStats() override;
-
-  tsl::AllocatorMemoryType GetMemoryType() const override {
-    return tsl::AllocatorMemoryType::kHostPageable;
+  void SetSafeFrontier(uint64_t count) override {
+    wrapped()->SetSafeFrontier(count);
+  }
+  void SetStreamAndPreallocateMemory(void* stream) override {
+    wrapped()->SetStreamAndPreallocateMemory(stream);
   }
 
  private:
-  bool Reserve(size_t bytes, Attributes attributes);
-  void* Allocate(size_t alignment, size_t num_bytes, Attributes attributes);
+  // A request, with what TensorFlow says of it.
+  struct Request {
+    size_t alignment;
+    size_t num_bytes;
+    Attributes who;
+    std::function<uint64_t()>* freed_by;
+    bool waits;
+  };
 
-  Budget* const budget_;
-  PageStorage* const pages_;
+  void* Allocate(const Request& request);
+  bool Reserve(int64_t bytes, Attributes who);
+  void* Take(const Request& request);
+  Caller Refused(Attributes who);
+  Pool* MadePool();
+
+  DeviceMemory* const memory_;
+  const bool grants_;
 };
-
-// That of TensorFlow's allocator.
-Budget* TheBudget();
-
-// Asks `evictor`, which must never be destroyed, before a request is refused
-// or granted above the limit; nobody if it is nullptr.
-void SetEvictor(Evictor* evictor);
 
 }  // namespace kmem
 

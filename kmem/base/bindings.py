@@ -11,6 +11,10 @@ from typing import Any
 _INT = ctypes.c_int64
 _POINTER = ctypes.c_void_p
 _TEXT = ctypes.c_char_p
+_DEVICE = ctypes.c_int
+
+# Who cuts a pool, in the order of custom_ops/memory/device_memory.h.
+NO_POOL, BFC_POOL = range(2)
 
 # Of DTR, in the order of custom_ops/dtr/heuristic.h.
 HEURISTICS = tuple(
@@ -19,7 +23,7 @@ HEURISTICS = tuple(
 
 
 class Stats(ctypes.Structure):
-    """`KmemStats` in custom_ops/memory/budget_allocator.cc."""
+    """`KmemStats` in custom_ops/memory/bindings.cc."""
 
     _fields_ = [
         (name, _INT)
@@ -27,6 +31,15 @@ class Stats(ctypes.Structure):
             *("in_use", "peak", "limit", "largest", "num_allocations"),
             *("refused", "cached"),
         )
+    ]
+
+
+class PoolUsage(ctypes.Structure):
+    """`PoolUsage` in custom_ops/memory/pool.h."""
+
+    _fields_ = [
+        (name, _INT)
+        for name in ("size", "blocks", "chunks", "peak_chunks", "largest_free")
     ]
 
 
@@ -70,6 +83,7 @@ class Statistics(ctypes.Structure):
 # By the function that tells its size.
 STRUCTS = {
     "kmem_stats_bytes": Stats,
+    "kmem_pool_usage_bytes": PoolUsage,
     "kmem_dtr_options_bytes": Options,
     "kmem_dtr_statistics_bytes": Statistics,
 }
@@ -79,13 +93,14 @@ _STATISTICS = ctypes.POINTER(Statistics)
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(STRUCTS, (_INT,)),
     "kmem_register_allocator": (ctypes.c_bool,),
-    "kmem_allocator_in_use": (ctypes.c_bool,),
-    "kmem_stats": (None, ctypes.POINTER(Stats)),
-    "kmem_set_limit": (ctypes.c_bool, _INT),
-    "kmem_reset_peak": (None,),
-    "kmem_open_watermark": (ctypes.c_int,),
-    "kmem_watermark": (_INT, ctypes.c_int),
-    "kmem_close_watermark": (None, ctypes.c_int),
+    "kmem_stats": (None, _DEVICE, ctypes.POINTER(Stats)),
+    "kmem_set_limit": (ctypes.c_bool, _DEVICE, _INT),
+    "kmem_ask_for_pool": (ctypes.c_bool, _DEVICE, ctypes.c_int, _INT),
+    "kmem_pool_usage": (ctypes.c_bool, _DEVICE, ctypes.POINTER(PoolUsage)),
+    "kmem_reset_peak": (None, _DEVICE),
+    "kmem_open_watermark": (ctypes.c_int, _DEVICE),
+    "kmem_watermark": (_INT, _DEVICE, ctypes.c_int),
+    "kmem_close_watermark": (None, _DEVICE, ctypes.c_int),
     "kmem_dtr_register": (ctypes.c_bool, _POINTER, _TEXT, _INT),
     "kmem_dtr_new_session": (_POINTER, _POINTER, _TEXT, _OPTIONS),
     "kmem_dtr_delete_session": (None, _POINTER),

@@ -18,6 +18,7 @@ from kmem.base.building import NativeLibraryError
 from kmem.base.building import build
 from kmem.base.building import find_library
 from kmem.base.building import has_failed
+from kmem.base.sizes import parse_size
 
 _TOO_LATE = """\
 kmem's allocator must be in place before the first TensorFlow operation, and \
@@ -102,11 +103,15 @@ def allocator() -> ctypes.CDLL:
     return _state.library
 
 
-def stats() -> Stats:
-    """The allocator's counters now."""
+def stats(device: int = 0) -> Stats:
+    """The counters of a device's allocator now.
+
+    Args:
+        device: 0 is the CPU, i + 1 is GPU i.
+    """
     library = allocator()
     counters = bindings.Stats()
-    library.kmem_stats(ctypes.byref(counters))
+    library.kmem_stats(device, ctypes.byref(counters))
     values = {
         field.name: getattr(counters, field.name)
         for field in dataclasses.fields(Stats)
@@ -140,6 +145,11 @@ def _register(path: pathlib.Path | None) -> bool:
             return _state.registered
         _load_once(path)
         _state.registered = _state.library.kmem_register_allocator()
+        size = os.environ.get("KMEM_POOL")
+        if size and _state.registered:
+            _state.library.kmem_ask_for_pool(
+                0, bindings.BFC_POOL, parse_size(size, "KMEM_POOL")
+            )
         return _state.registered
 
 

@@ -4,11 +4,7 @@ TensorFlow hands every eager operator that is placed on it to
 custom_ops/dtr/tf_device.cc, which runs it on the CPU and remembers how to run
 it again. kmem's allocator asks there for memory when a request would exceed
 the threshold, so that the threshold is a limit on the peak and not a hint.
-
-With a GPU the operators run there. TensorFlow's allocator does not ask, so
-the threshold is kept between operators, and one that fails for lack of
-memory is tried again once something was evicted. That way has not been
-measured yet.
+With a GPU the operators run there, which has not been measured yet.
 
 What it does not do: run operators inside of graphs. A `tf.function` is one
 operator here, and tensors that it makes and drops are its own.
@@ -72,11 +68,8 @@ class DeviceSession:
     """
 
     def __init__(self, options: DTR):
-        import tensorflow as tf
-
         context = _context()
-        on_gpu = bool(tf.config.list_logical_devices("GPU"))
-        self._library = native.library() if on_gpu else native.allocator()
+        self._library = native.allocator()
         self._options = options
         self._limit_bytes = int(options.eviction_threshold) or _NO_LIMIT
         self.limit_bytes = self._limit_bytes

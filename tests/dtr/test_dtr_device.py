@@ -484,3 +484,31 @@ def test_a_trace_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(OSError, match="cannot be written"):
         with kmem.dtr.record(tmp_path / "missing" / "step.log"):
             pass
+
+
+IN_A_POOL = """
+    import kmem
+    kmem.memory.limit({size}, device="CPU", pool={pool})
+    import tensorflow as tf
+
+    kmem.dtr.heuristic = "lru"
+    kmem.dtr.evictee_minimum_size = 0
+    value = tf.constant(1.0)
+    with kmem.dtr.scope():
+        tensors = [tf.fill([250_000], value)]
+        for number in range(30):
+            # Of two sizes, so that what is evicted leaves pieces.
+            tensors.append(tf.tile(tensors[-1][:250_000], [1 + number % 2]))
+            tensors[-1] += value
+        values = [float(tensor[-1]) for tensor in tensors]
+    print(values == [1.0 + number for number in range(31)])
+    print(kmem.dtr.statistics().num_evictions > 0)
+    print(kmem.memory.pool("CPU").peak_chunks <= {size})
+"""
+
+
+@pytest.mark.parametrize("pool", [True])
+def test_what_has_no_place_in_a_pool_is_made_room_for(python, pool):
+    code = IN_A_POOL.format(size=12_000_000, pool=repr(pool))
+    status, output, errors = python.run(code)
+    assert (status, output) == (0, "True\n" * 3), errors[-2000:]

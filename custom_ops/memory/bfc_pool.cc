@@ -1,0 +1,60 @@
+#include "bfc_pool.h"
+
+#include "tensorflow/core/common_runtime/gpu/gpu_bfc_allocator.h"
+#include "xla/tsl/framework/allocator.h"
+
+namespace kmem {
+namespace {
+
+// Gives out the region, once.
+class Region : public tsl::SubAllocator {
+ public:
+  Region(void* start, size_t bytes)
+      : SubAllocator({}, {}), start_(start), bytes_(bytes) {}
+
+  void* Alloc(size_t, size_t num_bytes, size_t* bytes_received) override {
+    if (is_taken_ || num_bytes > bytes_) return nullptr;
+    is_taken_ = true;
+    *bytes_received = num_bytes;
+    return start_;
+  }
+  void Free(void*, size_t) override { is_taken_ = false; }
+  bool SupportsCoalescing() const override { return false; }
+  tsl::AllocatorMemoryType GetMemoryType() const override {
+    return tsl::AllocatorMemoryType::kDevice;
+  }
+
+ private:
+  void* const start_;
+  const size_t bytes_;
+  bool is_taken_ = false;
+};
+
+class BfcPool : public Pool {
+ public:
+  BfcPool(void* region, size_t bytes)
+      : Pool(region, bytes),
+        bfc_(std::make_unique<Region>(region, bytes), bytes, "kmem_pool",
+             tensorflow::GPUBFCAllocator::Options()) {}
+
+ protected:
+  std::pair<char*, size_t> Take(size_t bytes) override {
+    tsl::AllocationAttributes attributes;
+    attributes.retry_on_failure = false;  // It would wait for ten seconds.
+    void* chunk = bfc_.AllocateRaw(kGrain, bytes, attributes);
+    if (chunk == nullptr) return {nullptr, 0};
+    return {static_cast<char*>(chunk), bfc_.AllocatedSize(chunk)};
+  }
+  void Give(char* chunk, size_t) override { bfc_.DeallocateRaw(chunk); }
+
+ private:
+  tensorflow::GPUBFCAllocator bfc_;
+};
+
+}  // namespace
+
+std::unique_ptr<Pool> MakeBfcPool(void* region, size_t bytes) {
+  return std::make_unique<BfcPool>(region, bytes);
+}
+
+}  // namespace kmem

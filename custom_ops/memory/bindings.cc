@@ -1,0 +1,82 @@
+// What Python calls, as declared in kmem/base/bindings.py. Devices are numbered
+// as in device_memory.h.
+
+#include <cstdint>
+
+#include "cpu.h"
+#include "device_memory.h"
+#include "gpu.h"
+#include "host_allocator.h"
+
+extern "C" {
+
+#define KMEM_EXPORT __attribute__((visibility("default")))
+
+struct KmemStats {
+  int64_t in_use;
+  int64_t peak;
+  int64_t limit;  // -1: none.
+  int64_t largest;
+  int64_t num_allocations;
+  int64_t refused;
+  int64_t cached;
+};
+
+// Returns false if it is too late: TensorFlow has already allocated.
+KMEM_EXPORT bool kmem_register_allocator() {
+  return kmem::RegisterOnCpu() && kmem::RegisterOnGpus();
+}
+
+KMEM_EXPORT int64_t kmem_stats_bytes() { return sizeof(KmemStats); }
+
+KMEM_EXPORT void kmem_stats(int device, KmemStats* stats) {
+  const kmem::Budget* budget = kmem::MemoryOf(device)->budget();
+  const int64_t limit = budget->limit();
+  stats->in_use = budget->in_use();
+  stats->peak = budget->peak();
+  stats->limit = limit == kmem::Budget::kNoLimit ? -1 : limit;
+  stats->largest = budget->largest();
+  stats->num_allocations = budget->num_allocations();
+  stats->refused = budget->refused();
+  stats->cached = kmem::TheHostAllocator()->pages()->free_bytes();
+}
+
+// A negative limit means none. Returns false, and changes nothing, if more
+// than `limit` is in use.
+KMEM_EXPORT bool kmem_set_limit(int device, int64_t limit) {
+  kmem::TheHostAllocator()->pages()->Trim();
+  return kmem::MemoryOf(device)->SetLimit(
+      limit < 0 ? kmem::Budget::kNoLimit : limit);
+}
+
+// Returns false if it is too late for a pool.
+KMEM_EXPORT bool kmem_ask_for_pool(int device, int kind, int64_t bytes) {
+  return kmem::MemoryOf(device)->AskForPool(
+      static_cast<kmem::DeviceMemory::Kind>(kind), bytes);
+}
+
+KMEM_EXPORT int64_t kmem_pool_usage_bytes() { return sizeof(kmem::PoolUsage); }
+
+// Returns false if there is no pool.
+KMEM_EXPORT bool kmem_pool_usage(int device, kmem::PoolUsage* usage) {
+  return kmem::MemoryOf(device)->GetPoolUsage(usage);
+}
+
+KMEM_EXPORT void kmem_reset_peak(int device) {
+  kmem::MemoryOf(device)->budget()->ResetPeak();
+  if (kmem::Pool* pool = kmem::MemoryOf(device)->pool()) pool->ResetPeak();
+}
+
+KMEM_EXPORT int kmem_open_watermark(int device) {
+  return kmem::MemoryOf(device)->budget()->OpenWatermark();
+}
+
+KMEM_EXPORT int64_t kmem_watermark(int device, int number) {
+  return kmem::MemoryOf(device)->budget()->Watermark(number);
+}
+
+KMEM_EXPORT void kmem_close_watermark(int device, int number) {
+  kmem::MemoryOf(device)->budget()->CloseWatermark(number);
+}
+
+}  // extern "C"
