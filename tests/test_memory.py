@@ -269,11 +269,14 @@ def test_tensorflow_takes_kmems_allocators_of_gpus():
 
 
 def in_pool(code):
-    return """
+    return (
+        """
         import kmem
         kmem.memory.limit("100MB", device="CPU", pool=True)
         import tensorflow as tf
-        """ + code
+        """
+        + code
+    )
 
 
 def test_blocks_come_from_the_pool_and_small_ones_from_beside_it(python):
