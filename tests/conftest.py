@@ -3,10 +3,9 @@
 import gc
 import os
 import pathlib
-import subprocess
-import sys
 import textwrap
 
+import forked
 import pytest
 
 # TensorFlow's notes on its start would stand between the tests' own output.
@@ -24,8 +23,30 @@ if HAS_COMPILER:
     native.allocator()
 
 
+# The files that take longest, in that order: they begin first, so that no
+# process is left with one of them when the others have ended.
+LONGEST = """
+    sharding/test_sharding.py test_uses.py dtr/test_dtr_fit.py test_examples.py
+    step/test_updates.py remat/test_remat.py budget/test_planner.py
+    step/test_batches_and_parts.py budget/test_planned_numbers.py
+    base/test_native.py budget/test_memory_budget.py sharding/test_resuming.py
+    graph/test_xla.py sharding/test_sharding_fit.py test_model.py
+    remat/test_remat_memory.py step/test_microbatch_memory.py
+    step/test_keras_accumulation.py test_keras_suite.py test_documentation.py
+    dtr/test_dtr_core.py step/test_mirrored.py test_memory.py
+    multilevel/test_multilevel_mirrored.py sharding/test_sharding_engine.py
+""".split()
+
+
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.get_closest_marker("early") is None)
+    tests = pathlib.Path(__file__).parent
+    places = {tests / name: place for place, name in enumerate(LONGEST)}
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("early") is None,
+            places.get(item.path, len(LONGEST)),
+        )
+    )
     if native.is_registered():
         return
     skip = pytest.mark.skip(reason="needs the native library, or a compiler")
@@ -84,22 +105,23 @@ class Python:
         self.cache = cache
         self.environment = {
             **os.environ,
+            "MPLBACKEND": "Agg",
             "XDG_CACHE_HOME": str(cache),
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
 
     def run(self, code: str, **environment: str) -> tuple[int, str, str]:
         """Returns the exit status, standard output and standard error."""
-        # Ends the process if it takes too long: only one that hangs does,
-        # however busy the machine is.
-        process = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)],
-            env={**self.environment, **environment},
-            capture_output=True,
-            text=True,
-            timeout=600,
+        environment = self.environment | environment
+        return forked.run(textwrap.dedent(code), environment)
+
+    def run_script(self, path, *arguments) -> tuple[int, str, str]:
+        """The same, of a file that is the main program."""
+        return forked.run(
+            "import runpy, sys; runpy.run_path(sys.argv[0], {}, '__main__')",
+            self.environment,
+            argv=(str(path), *arguments),
         )
-        return process.returncode, process.stdout, process.stderr
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ slow tests, other ones under each set of options; all of them, in two hours,
 with `pytest -m exhaustive tests/test_keras_suite.py`.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -21,14 +22,14 @@ KERAS = pathlib.Path(keras.__file__).parent / "src"
 FOLDERS = ("trainers", "callbacks", "models", "optimizers", "saving")
 FOLDERS += ("distillation",)
 SETS = [name for name in options.SETS if name != "plain"]
-SLOW = ("none", "microbatches", "accumulation_of_one", "accumulation")
-# Every so many of the tests are the part that runs with the slow ones.
+SLOW = SETS[:4]
+# Of so many of the tests one is in the part that runs with the slow ones.
 PART = 48
 
 
-def run(option_set, folder, **environment) -> dict[str, dict]:
+def run(option_sets, folder, **environment) -> dict[str, dict]:
     """Runs tests of Keras; returns the results by name."""
-    results = folder / f"{option_set}.json"
+    results = folder / f"{option_sets}.json"
     tests = str(pathlib.Path(__file__).parent)
     paths = [tests, *filter(None, [os.environ.get("PYTHONPATH")])]
     process = subprocess.run(
@@ -46,7 +47,7 @@ def run(option_set, folder, **environment) -> dict[str, dict]:
         env=os.environ
         | {
             "PYTHONPATH": os.pathsep.join(paths),
-            "KMEM_SUITE_OPTIONS": option_set,
+            "KMEM_SUITE_OPTIONS": option_sets,
             "KMEM_SUITE_RESULTS": str(results),
         }
         | environment,
@@ -58,8 +59,14 @@ def run(option_set, folder, **environment) -> dict[str, dict]:
     return {row["test"]: row for row in rows}
 
 
-def judge(option_set, results, folder) -> dict[str, list]:
-    """Sorts results into passed, listed, failed, and not Keras's either."""
+def judge(option_set, results, in_keras) -> dict[str, list]:
+    """Sorts results into passed, listed, failed, and not Keras's either.
+
+    Args:
+        option_set: The set of options.
+        results: By test.
+        in_keras: Gives the results of these tests, or more, in plain Keras.
+    """
     kinds = {"passed": [], "listed": [], "failed": [], "not in Keras": []}
     unlisted = []
     for test, result in results.items():
@@ -82,9 +89,7 @@ def judge(option_set, results, folder) -> dict[str, list]:
         elif result["outcome"] == "passed":
             kinds["passed"].append(test)
     if unlisted:
-        only = folder / "only.txt"
-        only.write_text("\n".join(unlisted))
-        alone = run("plain", folder, KMEM_SUITE_ONLY=str(only))
+        alone = in_keras(unlisted)
         for test in unlisted:
             fails = alone[test]["outcome"] != "passed"
             message = f"{test}: {results[test].get('message')}"
@@ -92,9 +97,15 @@ def judge(option_set, results, folder) -> dict[str, list]:
     return kinds
 
 
-def check(option_set, folder, capsys, **environment) -> dict[str, list]:
-    results = run(option_set, folder, **environment)
-    kinds = judge(option_set, results, folder)
+def run_plainly(tests, folder) -> dict[str, dict]:
+    """Runs some of Keras's tests in plain Keras."""
+    only = folder / "only.txt"
+    only.write_text("\n".join(tests))
+    return run("plain", folder, KMEM_SUITE_ONLY=str(only))
+
+
+def check(option_set, results, in_keras, capsys) -> dict[str, list]:
+    kinds = judge(option_set, results, in_keras)
     counts = ", ".join(f"{len(tests)} {k}" for k, tests in kinds.items())
     with capsys.disabled():
         print(f"\nKeras's own tests under {option_set}: {counts}")
@@ -103,17 +114,31 @@ def check(option_set, folder, capsys, **environment) -> dict[str, list]:
     return kinds
 
 
+@pytest.fixture(scope="module")
+def part(tmp_path_factory):
+    """The results of a part of the tests, and those in plain Keras of what
+    failed: each in one process for all sets of options, as to collect Keras's
+    tests takes longer than to run so few of them."""
+    folder = tmp_path_factory.mktemp("part")
+    results = run(",".join(SLOW), folder, KMEM_SUITE_EVERY=str(PART))
+    failed = [k for k, row in results.items() if row["outcome"] == "failed"]
+    return results, functools.cache(lambda: run_plainly(failed, folder))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("option_set", SLOW)
-def test_a_part_of_what_passes_in_keras_passes(option_set, tmp_path, capsys):
-    part = f"{SETS.index(option_set)}/{PART}"
-    check(option_set, tmp_path, capsys, KMEM_SUITE_PART=part)
+def test_a_part_of_what_passes_in_keras_passes(option_set, part, capsys):
+    results, in_keras = part
+    own = {k: v for k, v in results.items() if v["options"] == option_set}
+    check(option_set, own, lambda tests: in_keras(), capsys)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("option_set", SETS)
 def test_all_that_passes_in_keras_passes(option_set, tmp_path, capsys):
-    kinds = check(option_set, tmp_path, capsys)
+    results = run(option_set, tmp_path)
+    in_keras = functools.partial(run_plainly, folder=tmp_path)
+    kinds = check(option_set, results, in_keras, capsys)
     for entry in expected.LISTED:
         if option_set in entry.sets:
             assert any(entry.names(option_set, t) for t in kinds["listed"])

@@ -2,8 +2,9 @@
 
 `KMEM_SUITE_OPTIONS` names a set of `options.SETS`, `KMEM_SUITE_RESULTS` the
 file that gets a line for each test. `KMEM_SUITE_ONLY` is a file that names
-tests, `KMEM_SUITE_PART`, as "3/16", takes the third one and each sixteenth
-after it.
+tests. With `KMEM_SUITE_EVERY`, as "16", the options may be several sets,
+"none,dtr": of each 16 tests the first runs under the first set, the next one
+under the next set, and the rest is left out.
 """
 
 import functools
@@ -24,8 +25,11 @@ import kmem
 # a use on TensorFlow.
 _STUBS = ("jax", "conftest")
 
-# Of the test that runs: its outcome, how often it trained, what that raised.
+# Of the test that runs: its set of options, its outcome, how often it trained,
+# what that raised.
 _test: dict = {}
+# By test: its set of options.
+_sets: dict[str, str] = {}
 
 
 def _stub_modules() -> None:
@@ -45,8 +49,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "requires_trainable_backend: on all")
     _stub_modules()
     _make_trainers_models()
-    name = os.environ["KMEM_SUITE_OPTIONS"]
-    _route(options.SETS[name])
+    _route()
 
 
 def _make_trainers_models() -> None:
@@ -75,8 +78,9 @@ def _make_trainers_models() -> None:
     trainer.TensorFlowTrainer = TrainerModel
 
 
-def _route(memory_options) -> None:
-    """Has `keras.Model.fit` train under options; with `None`, as it is."""
+def _route() -> None:
+    """Has `keras.Model.fit` train under the options of the test that runs;
+    with `None`, as it is."""
     import keras
 
     plain = keras.Model.fit
@@ -84,6 +88,7 @@ def _route(memory_options) -> None:
     @functools.wraps(plain)
     def fit(model, *args, **kwargs):
         _test["fits"] += 1
+        memory_options = options.SETS[_test["options"]]
         # Keras's own, for whatever trains within.
         del keras.Model.fit
         try:
@@ -125,10 +130,11 @@ def pytest_collection_modifyitems(config, items):
     if only is not None:
         names = set(pathlib.Path(only).read_text().splitlines())
         chosen = [item for item in chosen if _name(item.nodeid) in names]
-    part = os.environ.get("KMEM_SUITE_PART")
-    if part is not None:
-        first, step = map(int, part.split("/"))
-        chosen = chosen[first::step]
+    sets = os.environ["KMEM_SUITE_OPTIONS"].split(",")
+    every = int(os.environ.get("KMEM_SUITE_EVERY", 1))
+    for number, name in enumerate(sets):
+        _sets.update((item.nodeid, name) for item in chosen[number::every])
+    chosen = [item for item in chosen if item.nodeid in _sets]
     kept = set(chosen)
     config.hook.pytest_deselected(items=[i for i in items if i not in kept])
     items[:] = chosen
@@ -140,7 +146,8 @@ def _trains(item) -> bool:
 
 def pytest_runtest_logstart(nodeid):
     _test.clear()
-    _test.update(test=_name(nodeid), outcome="passed", fits=0, raised=[])
+    _test.update(test=_name(nodeid), options=_sets[nodeid])
+    _test.update(outcome="passed", fits=0, raised=[])
 
 
 def pytest_runtest_logreport(report):

@@ -1,23 +1,16 @@
 """Two replicas train a program as one device does."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import mirrored_multilevel
 import pytest
 
-SCRIPT = pathlib.Path(mirrored_multilevel.__file__)
-
 
 @pytest.fixture(scope="module")
-def results():
-    process = subprocess.run(
-        [sys.executable, SCRIPT], capture_output=True, text=True, timeout=600
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads(process.stdout.splitlines()[-1])
+def results(python):
+    status, output, errors = python.run_script(mirrored_multilevel.__file__)
+    assert status == 0, errors[-3000:]
+    return json.loads(output.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", ["Identity", "ConjugateGradient"])

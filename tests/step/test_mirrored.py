@@ -6,9 +6,6 @@ reference is one device in all cases.
 """
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import mirrored
 import pytest
@@ -17,13 +14,10 @@ from mirrored import OPTIONS
 
 
 @pytest.fixture(scope="module")
-def results():
-    script = pathlib.Path(mirrored.__file__)
-    process = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=600
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads(process.stdout.splitlines()[-1])
+def results(python):
+    status, output, errors = python.run_script(mirrored.__file__)
+    assert status == 0, errors[-3000:]
+    return json.loads(output.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
