@@ -139,13 +139,13 @@ def test_fit_takes_keras_s_own_arguments_by_position(make, options):
 
     history = model.fit(
         *(x, x[:, :1], 4, 3, 0, [callback], 0.0, (x, x[:, :1])),
-        *(False, None, weights, 1, 2, 1, 6, 1),
+        *(False, None, weights, 1, None, 1, 6, 1),
         **options,
     )
 
-    # Two of the three epochs, with two batches each.
+    # Two of the three epochs, with three batches each.
     assert history.epoch == [1, 2]
-    assert ends == [0, 1, 0, 1]
+    assert ends == [0, 1, 2, 0, 1, 2]
     assert "val_loss" in history.history
 
 

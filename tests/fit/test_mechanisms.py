@@ -27,14 +27,14 @@ ROWS = 12
 
 
 class Noting(layers.Layer):
-    """Notes where its inputs are, and what they are in."""
+    """Notes the dtypes of its inputs."""
 
     def __init__(self):
         super().__init__()
         self.calls = []
 
     def call(self, x):
-        self.calls.append((x.dtype.name, x.device))
+        self.calls.append(x.dtype.name)
         return tf.identity(x)
 
 
@@ -45,6 +45,7 @@ def model():
     model = keras.Sequential([keras.Input((4,)), *block])
     model.compile(keras.optimizers.Adam(0.1), "mse", run_eagerly=True)
     model.layers[1].calls.clear()
+    model.history = keras.callbacks.History()  # Of an earlier `fit`.
     return model
 
 
@@ -139,8 +140,7 @@ def test_layers_compute_in_16_bits_only_within(model, dtype):
     model(x)
     mixed.stop()
 
-    noted = [name for name, _ in model.layers[1].calls]
-    assert noted == [dtype, "float32"]
+    assert model.layers[1].calls == [dtype, "float32"]
     assert mixed.kinds == ("train", "test")
     # Only float16 has gradients that would be zero without a scale.
     assert (mixed.optimizer is model.optimizer) == (dtype == "bfloat16")
@@ -210,26 +210,31 @@ def evicting(model, option):
 def test_operators_of_a_step_run_on_the_device_that_evicts(
     model, native_library
 ):
-    mechanism = evicting(model, kmem.DTR())
+    mechanism = evicting(model, kmem.DTR(evictee_minimum_size=0))
     x, _ = batch()
 
-    mechanism.take(lambda data: model(data), x)
-    model(x)
+    def num_operators(data):
+        result = model(data)
+        remembered = kmem.dtr.statistics().num_operators
+        del result
+        return remembered
 
-    within, after = (device for _, device in model.layers[1].calls)
-    assert "KMEM_DTR" in within
-    assert "KMEM_DTR" not in after
+    assert mechanism.take(num_operators, x) > 0
+    assert num_operators(x) == 0
     assert mechanism.runs_eagerly and not mechanism.is_traceable
 
 
 def test_a_threshold_that_is_too_small_names_one_that_would_do(
     model, native_library
 ):
-    mechanism = evicting(model, kmem.DTR(kmem.memory.current("CPU") + 100))
+    x = tf.ones((4096, 4))
+    Changes(model, model.optimizer).build()
+    threshold = kmem.memory.current("CPU") + 100_000
+    mechanism = evicting(model, kmem.DTR(threshold))
     before = values(model.variables)
 
     with pytest.raises(tf.errors.ResourceExhaustedError, match="at least"):
-        mechanism.take(model.train_step, batch())
+        mechanism.take(model.train_step, (x, x[:, :1]))
 
     assert_equal(values(model.variables), before)
 
