@@ -11,7 +11,7 @@ TESTS = sorted(
     path.stem
     for path in (building.sources_folder() / "tests").glob("dtr_*_test.cc")
 )
-WARNINGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror", "-g")
+WARNINGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror", "-g1")
 SANITIZERS = (
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",

@@ -14,7 +14,7 @@ import types
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tensorflow", "keras"])
 # Ends a process that hangs, however busy the machine is.
-SECONDS = 600
+SECONDS = 1200
 
 
 def run(
