@@ -22,7 +22,7 @@ import random
 import subprocess
 import time
 
-from kmem.planning import chain
+from kmem.planning import choosing
 from kmem.planning import flat
 from kmem.planning import genetic
 from kmem.planning.bounds import InfeasibleBudget
@@ -81,7 +81,7 @@ def rows(network: Network):
     constant_bytes = network.graph.constant_bytes
     begin = time.process_time()
     exact = len(network.stages) <= 200
-    solver = chain.ChainSolver(network, NUM_SLOTS if exact else None)
+    solver = choosing.ChainSolver(network, NUM_SLOTS if exact else None)
     seconds = time.process_time() - begin
     ways = {
         "optimal": solver.within,

@@ -31,9 +31,9 @@ from kmem.budget.report import MemoryReport
 from kmem.budget.report import describe
 from kmem.budget.report import received_budget
 from kmem.fit import pipeline
-from kmem.fit.guarding import guarded
 from kmem.fit.session import Session
 from kmem.fit.session import compiled_state
+from kmem.fit.session import guarded
 from kmem.options import MemoryOptions
 from kmem.options import Sharding
 from kmem.sharding import agreeing

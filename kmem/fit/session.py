@@ -20,7 +20,6 @@ import tensorflow as tf
 from kmem.base import private_keras
 from kmem.fit import requirements
 from kmem.fit.evicting import Evicting
-from kmem.fit.guarding import guarded
 from kmem.fit.mixed import Mixed
 from kmem.fit.planned import Planned
 from kmem.fit.steps import SplitStep
@@ -35,7 +34,7 @@ from kmem.step import patching
 from kmem.step import updates
 from kmem.step.layers import has_default_step
 from kmem.step.mechanism import Context
-from kmem.step.processes import Alone
+from kmem.step.parts import Alone
 
 _KINDS = ("train", "test", "predict")
 _SESSIONS = "_kmem_sessions"
@@ -304,3 +303,33 @@ def _as_tensor(leaf):
     if leaf is None or tf.is_tensor(leaf):
         return leaf
     return tf.convert_to_tensor(leaf)
+
+
+def guarded(session, name: str, function: Callable) -> Callable:
+    """A function that takes its session off by itself.
+
+    It does when it raises, or is called in a later `fit`.
+
+    Args:
+        session: What put the function on its `model`.
+        name: The model's attribute.
+        function: Takes an iterator.
+    """
+    model = session.model
+    history = model.history
+
+    def call(iterator):
+        # Every `fit` has a history of its own.
+        if model.history is not history:
+            session.remove()
+            getattr(model, f"make_{name}")()
+            return getattr(model, name)(iterator)
+        try:
+            return function(iterator)
+        except StopIteration:
+            raise
+        except BaseException:
+            session.remove(failed=True)
+            raise
+
+    return call

@@ -13,7 +13,7 @@ from kmem.step.accumulation import Updater
 from kmem.step.mechanism import Mechanism
 from kmem.step.microbatch import BatchGradient
 from kmem.step.microbatch import GradientStep
-from kmem.step.processes import Alone
+from kmem.step.parts import Alone
 
 
 class WholeStep(Mechanism):

@@ -31,9 +31,9 @@ from kmem.sharding.training import ShardedTraining
 from kmem.sharding.variables import ShardedVariable
 from kmem.step import accumulation
 from kmem.step import patching
+from kmem.step.parts import Alone
+from kmem.step.parts import Slice
 from kmem.step.parts import num_rows
-from kmem.step.processes import Alone
-from kmem.step.processes import Slice
 
 # Tensors of at least so many bytes are added up alone.
 _LARGE_BYTES = 2**18

@@ -1,16 +1,116 @@
 """Chooses a network's segments for a budget, by any of the solvers."""
 
+import bisect
 import dataclasses
 import functools
 import math
 
+import numpy as np
+
 from kmem.planning import flat
 from kmem.planning import genetic
+from kmem.planning.bounds import check_budget
 from kmem.planning.bounds import seconds_lower_bound
-from kmem.planning.chain import ChainSolver
 from kmem.planning.flat import Point
 from kmem.planning.genetic import Genetic
+from kmem.planning.line import Line
 from kmem.planning.network import Network
+from kmem.planning.network import Segment
+from kmem.planning.table import Table
+
+# Enough for an exact division of small sizes, and for good plans of long
+# networks in a few seconds: the slots are as many as make `_SPLITS` sums.
+_SPLITS = 1e10
+_FEWEST_SLOTS = 500
+_MOST_SLOTS = 8000
+_MOST_PLACES = 300
+
+
+class ChainSolver:
+    """The plans of a network for all budgets, from one table.
+
+    Args:
+        network: The network.
+        num_slots: How many sizes of memory to tell apart; by default what
+            takes a few seconds.
+    """
+
+    def __init__(self, network: Network, num_slots: int | None = None):
+        self._network = network
+        places = _places(network)
+        line = Line(network, places)
+        if num_slots is None:
+            slots = 6 * _SPLITS / line.num_blocks**3
+            num_slots = int(np.clip(slots, _FEWEST_SLOTS, _MOST_SLOTS))
+        self._starts = [0, *places, len(network.stages)]
+        allowed = network.allowed(self._starts)
+        self._table = Table(line, allowed, line.full_bytes, num_slots)
+        extra = self._table.extra
+        feasible = np.flatnonzero(np.isfinite(extra))
+        lower = extra[feasible[1:]] < extra[feasible[:-1]]
+        self._steps = feasible[np.concatenate([[True], lower])]
+        self._points: dict[int, flat.Point] = {}
+
+    def _point(self, step: int) -> flat.Point:
+        """The plan at a step of the table, which falls at each."""
+        if step not in self._points:
+            blocks = self._table.plan(int(self._steps[step]))
+            segments = _segments(blocks, self._starts)
+            self._points[step] = flat.evaluate(self._network, segments)
+        return self._points[step]
+
+    @property
+    def smallest(self) -> flat.Point:
+        """The plan with the smallest peak."""
+        return self._point(0)
+
+    def within(self, budget_bytes: int) -> flat.Point:
+        """The fastest plan whose peak is within a budget.
+
+        Raises:
+            InfeasibleBudget: If there is none.
+        """
+        graph, smallest = self._network.graph, self.smallest.peak_bytes
+        check_budget(graph, budget_bytes, smallest)
+        steps = range(1, len(self._steps))
+        step = bisect.bisect_right(
+            steps, budget_bytes, key=lambda s: self._point(s).peak_bytes
+        )
+        return self._point(step)
+
+    def smallest_within(self, seconds: float) -> flat.Point:
+        """The plan with the smallest peak that takes at most this time.
+
+        Args:
+            seconds: The time, at least that of the network.
+        """
+        steps = range(len(self._steps) - 1)
+        step = bisect.bisect_left(
+            steps, -seconds, key=lambda s: -self._point(s).seconds
+        )
+        return self._point(step)
+
+
+def _places(network: Network) -> list[int]:
+    """Where blocks begin.
+
+    If there are too many places, one is taken of each few neighbours: that
+    which the fewest bytes cross.
+    """
+    places = flat.places(network)
+    if len(places) <= _MOST_PLACES:
+        return places
+    crossing = flat.crossing_bytes(network)
+    groups = np.array_split(places, _MOST_PLACES)
+    return [int(min(group, key=lambda p: crossing[p])) for group in groups]
+
+
+def _segments(blocks, starts) -> tuple[Segment, ...]:
+    return tuple(
+        Segment(starts[first], starts[stop], _segments(inner, starts))
+        for first, stop, inner in blocks
+    )
+
 
 MAX_SLOWDOWN = 1.3  # What "auto" accepts.
 

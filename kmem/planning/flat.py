@@ -11,9 +11,9 @@ import math
 import numpy as np
 
 from kmem.planning.bounds import check_budget
+from kmem.planning.graph import simulate
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
-from kmem.planning.simulate import simulate
 
 
 @dataclasses.dataclass(frozen=True)

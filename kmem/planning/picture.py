@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from kmem.planning.simulate import Simulation
+    from kmem.planning.graph import Simulation
 
 _LIGHT_GREY = "#e3e5e8"
 _LIGHT_BLUE = "#cfe1fb"

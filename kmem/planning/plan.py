@@ -17,10 +17,10 @@ from typing import Any
 
 from kmem.base import cache
 from kmem.base.sizes import format_size
+from kmem.planning.graph import Simulation
+from kmem.planning.graph import simulate
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
-from kmem.planning.simulate import Simulation
-from kmem.planning.simulate import simulate
 
 _FORMAT = "kmem plan"
 _VERSION = 4

@@ -14,7 +14,7 @@ stages. A row, over all m, is a step function that falls from infinity to 0; it
 is computed in cells of neighbouring m. A segment is left out of a cell if at
 the upper end it is no better than the best one at the lower end. Sub-chains of
 one length do not depend on each other and are solved together; those that are
-alike, as in repeated blocks, share a row; and `kmem.planning.worth` says which
+alike, as in repeated blocks, share a row; and `kmem.planning.slots` says which
 memory is of use to each.
 
 The cost is cubic in the number of blocks. Times are added in single precision.
@@ -29,7 +29,7 @@ from kmem.planning.line import Line
 from kmem.planning.slots import NEVER
 from kmem.planning.slots import SlottedLine
 from kmem.planning.slots import Splits
-from kmem.planning.worth import most_memory
+from kmem.planning.slots import most_memory
 
 # Sums of times differ in their last bits by the order of the additions.
 _TOLERANCE = 1e-6

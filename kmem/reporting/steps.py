@@ -18,7 +18,7 @@ from kmem.budget.report import Choice
 from kmem.budget.report import MemoryReport
 from kmem.options import MemoryOptions
 from kmem.planning.graph import Graph
-from kmem.planning.simulate import simulate
+from kmem.planning.graph import simulate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ says what to wait for.
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -21,7 +22,49 @@ import tensorflow as tf
 
 from kmem.base.private_keras import tf_variable
 from kmem.sharding.engine import Engine
-from kmem.sharding.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The shards of an array.
+
+    Args:
+        shape: The array's shape.
+        count: The number of shards.
+    """
+
+    shape: tuple[int, ...]
+    count: int
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def length(self) -> int:
+        """The length of a shard."""
+        return -(-self.num_elements // self.count)
+
+    def rows(self, whole: tf.Tensor) -> tf.Tensor:
+        """The array's shards, as the rows of a matrix."""
+        flat = tf.reshape(whole, [-1])
+        padding = self.count * self.length - self.num_elements
+        if padding:
+            flat = tf.pad(flat, [[0, padding]])
+        return tf.reshape(flat, [self.count, self.length])
+
+    def whole(self, rows: tf.Tensor) -> tf.Tensor:
+        """The array of its shards."""
+        flat = tf.reshape(rows, [-1])
+        if flat.shape[0] != self.num_elements:
+            flat = flat[: self.num_elements]
+        return tf.reshape(flat, self.shape)
+
+    def cut(self, whole: tf.Tensor, rank: int) -> tf.Tensor:
+        """One shard, in memory of its own."""
+        # A slice of rows would keep all of them.
+        return tf.raw_ops.DeepCopy(x=self.rows(whole)[rank])
+
 
 # Arrays of at least so many bytes travel alone.
 _LARGE_BYTES = 2**18

@@ -30,11 +30,11 @@ from kmem.sharding import gathering
 from kmem.sharding.engine import Engine
 from kmem.sharding.variables import MirroredVariable
 from kmem.sharding.variables import ShardedVariable
+from kmem.step.parts import Alone
+from kmem.step.parts import Slice
 from kmem.step.parts import num_rows
 from kmem.step.parts import slice_rows
 from kmem.step.patching import attribute
-from kmem.step.processes import Alone
-from kmem.step.processes import Slice
 
 # How far apart the seeds of two processes are.
 _STEP = 0x9E3779B1

@@ -24,12 +24,12 @@ from kmem.base import private_keras
 from kmem.base import private_tf
 from kmem.base.private_keras import whole_of
 from kmem.sharding.engine import Engine
+from kmem.sharding.gathering import Layout
 from kmem.sharding.gathering import Shard
 from kmem.sharding.gathering import Travel
 from kmem.sharding.gathering import gathered
 from kmem.sharding.gathering import put
 from kmem.sharding.gathering import setting
-from kmem.sharding.layout import Layout
 
 _shards = contextvars.ContextVar("shards", default=False)
 # The whole arrays of the layers that are running, by the variables' `id`.

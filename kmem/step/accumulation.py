@@ -18,8 +18,8 @@ from kmem.step import patching
 from kmem.step import updates
 from kmem.step.loss_terms import SUM
 from kmem.step.microbatch import BatchGradient
+from kmem.step.parts import Alone
 from kmem.step.parts import zeros
-from kmem.step.processes import Alone
 
 _UNKNOWN: Any = tf.TensorShape(None)  # type: ignore[arg-type]
 

@@ -20,17 +20,16 @@ from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.graph.ordering import Order
 from kmem.step import capture
-from kmem.step import layer_state
 from kmem.step import metrics
-from kmem.step.layer_state import LayerState
 from kmem.step.loss_terms import ROWS
 from kmem.step.loss_terms import SUM
 from kmem.step.loss_terms import Loss
 from kmem.step.loss_terms import LossTerms
 from kmem.step.loss_terms import recording
+from kmem.step.metrics import LayerState
+from kmem.step.parts import Alone
 from kmem.step.parts import Parts
-from kmem.step.processes import Alone
-from kmem.step.processes import Slice
+from kmem.step.parts import Slice
 
 
 @dataclasses.dataclass
@@ -105,7 +104,7 @@ class GradientStep:
 
     def warn_of_parts(self) -> None:
         """Says which layers see one part of a batch at a time, if any do."""
-        layer_state.warn_of_parts(
+        metrics.warn_of_parts(
             self.layers_that_see_parts,
             self._num_parts,
             self._processes.num_processes,

@@ -9,7 +9,7 @@ from kmem.planning.bounds import peak_lower_bound
 from kmem.planning.bounds import seconds_lower_bound
 from kmem.planning.graph import Graph
 from kmem.planning.graph import Operation
-from kmem.planning.simulate import simulate
+from kmem.planning.graph import simulate
 
 
 def graph_of(*operations, sizes, **others):

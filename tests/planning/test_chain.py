@@ -5,7 +5,7 @@ import random
 import planning_cases as cases
 import pytest
 
-from kmem.planning import chain
+from kmem.planning import choosing
 from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.line import Line
 from kmem.planning.network import Network
@@ -17,7 +17,7 @@ from kmem.planning.table import Table
 @pytest.mark.parametrize("seed", range(8))
 def test_plans_of_chains_are_the_best_of_all_for_every_budget(seed):
     network = cases.random_chain(random.Random(seed), 5)
-    solver = chain.ChainSolver(network)
+    solver = choosing.ChainSolver(network)
     best = cases.best_of_all(network)
     assert solver.smallest.peak_bytes == best[0][0]
     for peak_bytes, seconds in best:
@@ -28,7 +28,7 @@ def test_plans_of_chains_are_the_best_of_all_for_every_budget(seed):
 def test_plans_of_repeated_blocks_are_the_best_of_all(length, count):
     block = cases.random_chain(random.Random(1), length)
     network = cases.repeated(block, count)
-    solver = chain.ChainSolver(network)
+    solver = choosing.ChainSolver(network)
     best = cases.best_of_all(network)
     assert solver.smallest.peak_bytes == best[0][0]
     for peak_bytes, seconds in best:
@@ -54,7 +54,7 @@ def test_repeated_blocks_are_solved_once():
 @pytest.mark.parametrize("seed", range(8))
 def test_plans_fit_where_values_skip_stages(seed):
     network = cases.random_network(random.Random(seed), 5)
-    solver = chain.ChainSolver(network)
+    solver = choosing.ChainSolver(network)
     for peak_bytes, seconds in cases.best_of_all(network):
         if peak_bytes < solver.smallest.peak_bytes:
             continue
@@ -74,7 +74,7 @@ def test_plans_are_nearly_the_best_where_values_skip_stages():
     found = best = missed = total = 0
     for seed in range(12):
         network = cases.random_network(random.Random(seed), 5)
-        solver = chain.ChainSolver(network)
+        solver = choosing.ChainSolver(network)
         for peak_bytes, seconds in cases.best_of_all(network):
             total += 1
             if peak_bytes < solver.smallest.peak_bytes:
@@ -124,7 +124,7 @@ def test_agrees_with_rotors_recurrence(seed):
     saved = [value + draw.randint(0, 9) for value in values[1:]]
     forward = [draw.randint(1, 9) for _ in range(12)]
     network = cases.chain(values, saved, forward)
-    solver = chain.ChainSolver(network)
+    solver = choosing.ChainSolver(network)
     full, fastest = cases.cost(network, ())
     for budget_bytes in range(solver.smallest.peak_bytes, full + 1):
         found = solver.within(budget_bytes).seconds
@@ -142,7 +142,7 @@ def test_uniform_chain_costs_what_rotors_program_says(share, extra_forwards):
     constant_bytes = network.graph.constant_bytes
     full = cases.cost(network, ())[0] - constant_bytes
     budget_bytes = constant_bytes + int(share * full)
-    point = chain.ChainSolver(network).within(budget_bytes)
+    point = choosing.ChainSolver(network).within(budget_bytes)
     assert cases.cost(network, point.segments)[1] == 96 + extra_forwards
 
 
@@ -184,7 +184,7 @@ def _stage(name, value, kept, seconds=1.0) -> Stage:
 
 def test_keeps_the_outputs_of_convolutions_and_runs_the_cheap_again():
     network = _blocks(4)
-    point = chain.ChainSolver(network).within(70)
+    point = choosing.ChainSolver(network).within(70)
     again = [i for s in point.segments for i in network.recomputed(s)]
     assert point.segments == (Segment(0, 3), Segment(3, 6), Segment(6, 9))
     assert point.seconds == 48 + 3 * 2
@@ -213,7 +213,7 @@ def test_segments_begin_and_end_on_one_line():
 def test_more_budget_never_takes_more_time():
     draw = random.Random(0)
     network = cases.random_network(draw, 30)
-    solver = chain.ChainSolver(network)
+    solver = choosing.ChainSolver(network)
     full = cases.cost(network, ())[0]
     budgets = range(solver.smallest.peak_bytes, full + 1)
     seconds = [solver.within(budget).seconds for budget in budgets]
@@ -232,7 +232,7 @@ def test_frontier_trades_time_for_memory():
 
 def test_smallest_peak_within_a_time():
     network = cases.chain([1] * 33, [2] * 32, [1] * 32, [2] * 32)
-    solver = chain.ChainSolver(network)
+    solver = choosing.ChainSolver(network)
     point = solver.smallest_within(1.3 * 96)
     assert point.seconds <= 1.3 * 96
     assert solver.within(point.peak_bytes - 1).seconds > 1.3 * 96
@@ -244,7 +244,7 @@ def test_sizes_that_do_not_fit_in_slots_stay_within_the_budget():
     saved = [v + draw.randint(0, 10**8) for v in values[1:]]
     network = cases.chain(values, saved, [draw.random() for _ in range(40)])
     full, fastest = cases.cost(network, ())
-    solver = chain.ChainSolver(network)
+    solver = choosing.ChainSolver(network)
     for share, most in ((0.7, 1.12), (0.5, 1.25), (0.3, 1.4)):
         point = solver.within(int(share * full))
         peak_bytes, seconds = cases.cost(network, point.segments)
@@ -254,7 +254,7 @@ def test_sizes_that_do_not_fit_in_slots_stay_within_the_budget():
 
 def test_says_which_budget_would_do():
     network = cases.chain([1] * 9, [2] * 8, [1] * 8)
-    solver = chain.ChainSolver(network)
+    solver = choosing.ChainSolver(network)
     smallest = solver.smallest.peak_bytes
     with pytest.raises(
         InfeasibleBudget,
@@ -268,4 +268,4 @@ def test_says_which_budget_would_do():
 def test_nothing_is_run_again_if_everything_fits():
     network = cases.chain([1] * 9, [2] * 8, [1] * 8)
     full = cases.cost(network, ())[0]
-    assert chain.ChainSolver(network).within(full).segments == ()
+    assert choosing.ChainSolver(network).within(full).segments == ()

@@ -3,7 +3,7 @@ import random
 import planning_cases as cases
 import pytest
 
-from kmem.planning import chain
+from kmem.planning import choosing
 from kmem.planning import flat
 from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.network import Segment
@@ -58,5 +58,5 @@ def test_never_beats_the_optimal_plans_of_a_chain(seed):
     plan = flat.sqrt(network).segments
     assert cases.is_allowed(network, plan)
     peak_bytes, seconds = cases.cost(network, plan)
-    best = chain.ChainSolver(network).within(peak_bytes)
+    best = choosing.ChainSolver(network).within(peak_bytes)
     assert best.seconds <= seconds

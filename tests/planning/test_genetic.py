@@ -3,7 +3,7 @@ import random
 import planning_cases as cases
 import pytest
 
-from kmem.planning import chain
+from kmem.planning import choosing
 from kmem.planning import genetic
 from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.genetic import Genetic
@@ -71,5 +71,5 @@ def test_never_beats_the_optimal_plans_of_a_chain(seed):
     network = cases.random_chain(random.Random(seed), 20)
     plan = genetic.search(network, Genetic(genetic_nr_iter=5)).segments
     peak_bytes, seconds = cases.cost(network, plan)
-    best = chain.ChainSolver(network).within(peak_bytes)
+    best = choosing.ChainSolver(network).within(peak_bytes)
     assert best.seconds <= seconds

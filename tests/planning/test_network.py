@@ -2,10 +2,10 @@ import dataclasses
 
 import planning_cases as cases
 
+from kmem.planning.graph import simulate
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.network import Stage
-from kmem.planning.simulate import simulate
 
 
 def _layers() -> Network:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kmem.planning import picture
+from kmem.planning.graph import simulate
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.network import Stage
 from kmem.planning.plan import Plan
-from kmem.planning.simulate import simulate
 
 # Six layers, each of which keeps what it makes: 10 MB, in 1 s forward and 2 s
 # backward. The loss reads the last one.

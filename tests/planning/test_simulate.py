@@ -7,7 +7,7 @@ import pytest
 
 from kmem.planning.graph import Graph
 from kmem.planning.graph import Operation
-from kmem.planning.simulate import simulate
+from kmem.planning.graph import simulate
 
 
 def operation(inputs, outputs, **others):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kmem.sharding.layout import Layout
+from kmem.sharding.gathering import Layout
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 20])

@@ -4,11 +4,11 @@ import dataclasses
 import functools
 
 from kmem.planning import flat
-from kmem.planning.chain import ChainSolver
+from kmem.planning.choosing import ChainSolver
+from kmem.planning.graph import simulate
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.network import Stage
-from kmem.planning.simulate import simulate
 
 
 def frontier(network: Network, num_budgets: int = 30) -> list:
