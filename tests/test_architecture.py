@@ -38,11 +38,11 @@ ROOMS = (
 RANK = {name: rank for rank, name in enumerate(ROOMS)}
 
 MAX_TOP_FILES = 9
-MAX_MODULES = 150
+MAX_MODULES = 138
 MAX_FILE_LINES = 400
 # A budget makes every addition ask what it is worth, and whether something
 # can go. Raise it in the change that needs it, and say why there.
-MAX_TOTAL_LINES = 26010
+MAX_TOTAL_LINES = 25911
 
 FRAMEWORKS = {"tensorflow", "keras"}
 # What is private in them is imported, and touched, by these alone.
@@ -371,13 +371,13 @@ def test_kmem_has_no(check):
         ),
         (
             private_violations,
-            {"kmem.graph.xla": "x = tf.python.eager.context"},
-            "kmem.graph.xla reaches tf.python.eager.context past the doors",
+            {"kmem.graph.names": "x = tf.python.eager.context"},
+            "kmem.graph.names reaches tf.python.eager.context past the doors",
         ),
         (
             private_violations,
-            {"kmem.graph.xla": "x = tf.__internal__.FuncGraph"},
-            "kmem.graph.xla, line 1: __internal__ is private somewhere else",
+            {"kmem.graph.names": "x = tf.__internal__.FuncGraph"},
+            "kmem.graph.names, line 1: __internal__ is private somewhere else",
         ),
         (
             private_violations,

@@ -112,7 +112,7 @@ def function_in(graph: tf.Graph, name: str) -> Any:
 
 def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     """Lets an operation read another tensor. graph/test_repeats.py,
-    graph/test_xla.py, sharding/test_sharding_units.py"""
+    graph/test_control.py, sharding/test_sharding_units.py"""
     op._update_input(index, tensor)
 
 

@@ -24,7 +24,7 @@ from kmem.budget.correction import Corrector
 from kmem.budget.correction import Learned
 from kmem.budget.dry_run import Measurement
 from kmem.fit.session import Session
-from kmem.graph import xla
+from kmem.graph import control
 from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
 from kmem.options import MemoryOptions
@@ -131,7 +131,7 @@ def plan_for(
             budget, or if the shapes of the batches are not known.
     """
     if profiling.mode(model) == "xla":
-        xla.prefer_little_memory()
+        control.prefer_little_memory()
     if batch is not None:
         replicas = model.distribute_strategy.num_replicas_in_sync
         batch = batches.part_of(batch, replicas)
@@ -173,7 +173,7 @@ def make_plan(
     remat = options.remat or Remat()
     compiled = profiling.mode(model) == "xla"
     # The same plan has another peak in another of XLA's orders.
-    in_order = compiled and xla.prefer_little_memory()
+    in_order = compiled and control.prefer_little_memory()
     group = agreeing.processes(options)
     microbatch = _microbatch(batch, options)
     is_counted = memory.is_counted()

@@ -30,7 +30,7 @@ from kmem.options import Remat
 from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
 from kmem.step import batches
-from kmem.step import layers
+from kmem.step import capture
 from kmem.step import snapshot
 
 # What was measured in this process: peaks without what else was in memory,
@@ -299,7 +299,7 @@ def _with_more(measurement: Measurement, num_bytes: int) -> Measurement:
 
 def _key(model: keras.Model, batch: Any) -> str:
     """What the steps of a model are known by; nothing if only it knows."""
-    if not layers.has_default_step(model):
+    if not capture.has_default_step(model):
         return ""
     try:
         recording = profiling.record_batch(model, batch)

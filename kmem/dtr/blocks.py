@@ -26,9 +26,9 @@ import tensorflow as tf
 from kmem.base import private_keras
 from kmem.base.private_keras import all_layers
 from kmem.dtr.compiled import CompiledCall
+from kmem.keras_graph.opening import children
 from kmem.remat import state
 from kmem.remat.structure import Structure
-from kmem.step.layers import children
 from kmem.step.patching import attribute
 
 _MAX_KINDS = 16

@@ -4,7 +4,9 @@ Options act only while the Python of a training step runs: when it is traced,
 or at every step in eager mode. Between steps, in callbacks and after `fit`,
 however it ends, the model is a plain Keras model; all that has to be taken
 off are the functions that were traced. They are kept for the next `fit` with
-the same options, as long as the model is.
+the same options, as long as the model is. A callback is not told when another
+one raises, or when training is interrupted between two steps: there a function
+takes off, by itself, what put it on, at the latest when the model trains again.
 """
 
 import contextlib
@@ -19,11 +21,11 @@ import tensorflow as tf
 
 from kmem.base import private_keras
 from kmem.fit import requirements
-from kmem.fit.evicting import Evicting
-from kmem.fit.mixed import Mixed
-from kmem.fit.planned import Planned
-from kmem.fit.steps import SplitStep
-from kmem.fit.steps import WholeStep
+from kmem.fit.mechanisms import Evicting
+from kmem.fit.mechanisms import Mixed
+from kmem.fit.mechanisms import Planned
+from kmem.fit.mechanisms import SplitStep
+from kmem.fit.mechanisms import WholeStep
 from kmem.fit.undoing import Changes
 from kmem.fit.undoing import Undoing
 from kmem.graph import releasing
@@ -32,7 +34,7 @@ from kmem.planning.plan import Plan
 from kmem.sharding.training import ShardedTraining
 from kmem.step import patching
 from kmem.step import updates
-from kmem.step.layers import has_default_step
+from kmem.step.capture import has_default_step
 from kmem.step.mechanism import Context
 from kmem.step.parts import Alone
 

@@ -16,8 +16,8 @@ from kmem.graph import releasing
 from kmem.sharding.training import stored
 from kmem.step import snapshot
 from kmem.step.accumulation import build_optimizer
-from kmem.step.layers import changed_variables
-from kmem.step.layers import optimizers
+from kmem.step.capture import changed_variables
+from kmem.step.capture import optimizers
 from kmem.step.mechanism import Mechanism
 
 

@@ -11,7 +11,7 @@ side by side: one at a time, processors would wait at the end of every stage.
 What it does not do: order a forward pass, or a recomputation within itself,
 where TensorFlow fuses operations that nothing has to wait for; reach loops
 within functions that are traced by themselves. XLA goes by other things: see
-`xla`.
+`control`.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ from kmem.base import private_tf
 from kmem.graph import control
 from kmem.graph import fusion
 from kmem.graph import repeats
-from kmem.graph import xla
 from kmem.graph.names import current_graph
 
 # As many elements as it takes to keep all processors at one operation.
@@ -84,7 +83,7 @@ def hold_back(
     if tf.executing_eagerly():
         return None
     if control.in_xla():
-        xla.hold_back(gradients)
+        control.hold_back(gradients)
         return None
     weight_gradients = {fusion.maker(g) for g in gradients if g is not None}
     if not weight_gradients:

@@ -20,7 +20,6 @@ import keras
 from kmem.base import private_keras
 from kmem.base.private_keras import all_layers
 from kmem.step import patching
-from kmem.step.layers import children
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +99,13 @@ def run_part(part: Part, values: dict[int, Any], function: Callable) -> None:
 def opens(operation) -> bool:
     """Whether an operation is opened: a model, but no layer."""
     return isinstance(operation, keras.Model)
+
+
+def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """The layers directly inside a layer, or a model."""
+    inside = all_layers(layer)[1:]
+    deeper = {id(x) for each in inside for x in all_layers(each)[1:]}
+    return [each for each in inside if id(each) not in deeper]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,13 @@
-"""Chooses a network's segments for a budget, by any of the solvers."""
+"""Chooses a network's segments for a budget, by any of the solvers.
+
+The optimal one: `kmem.planning.table` finds, for every budget at once, the
+plan that takes the least time of all plans of nested segments (Beaumont et al.
+2019), and `simulate` says what each of them takes to the byte. The table
+counts some values for longer than they live, so a plan may be used for less
+than what the table gave it. On a chain of values with sizes that fit in slots
+both agree, and plans are optimal. Not done: offloading, and schedules that are
+not nested segments.
+"""
 
 import bisect
 import dataclasses

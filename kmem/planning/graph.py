@@ -1,8 +1,12 @@
-"""A training step as a planner sees it: operations that make tensors.
+"""A training step as a planner sees it: operations, and their replay.
 
 A schedule is the order in which operations are run, with repeats. It says all
 there is to say: a tensor is dropped after the last use of what an operation
-made, and what is used again later has to be made again before.
+made, and what is used again later has to be made again before. One walk from
+the end of a schedule to its start tells what it takes, to the byte: a tensor
+is alive where a later step reads it. While an operation runs its inputs, all
+that it makes and its workspace are in memory. Not modelled: fragmentation, and
+rounding by an allocator.
 """
 
 import collections

@@ -20,28 +20,10 @@ segment whose output no later stage of the outer one needs: they are counted.
 """
 
 import math
-import typing
 
 import numpy as np
 
 from kmem.planning.network import Network
-
-
-class Splits(typing.NamedTuple):
-    """The segments with which sub-chains may begin, one for each stop.
-
-    Attributes:
-        held_bytes: What the segment keeps for later, besides what the blocks
-            after it begin with.
-        waiting_bytes: What is held over the segment, during its backward
-            pass, other than what it begins with: also the parameters'
-            gradients of the blocks after it.
-        forward_bytes: The peak of its forward pass, which keeps nothing.
-    """
-
-    held_bytes: np.ndarray
-    waiting_bytes: np.ndarray
-    forward_bytes: np.ndarray
 
 
 class Line:
@@ -135,10 +117,16 @@ class Line:
             (values.maker < place) & (values.last_use >= place)
         )
 
-    def splits(self, first: int, lasts: np.ndarray, final: int) -> Splits:
-        """The segments with which sub-chains may begin: `[last, stop]`.
+    def splits(self, first: int, lasts: np.ndarray, final: int) -> np.ndarray:
+        """Bytes of the segments with which sub-chains may begin, one for each
+        stop: `[part, last, stop]`. What it says of stops that are after the
+        sub-chain means nothing.
 
-        What it says of stops that are after the sub-chain means nothing.
+        The parts are what the segment keeps for later, besides what the blocks
+        after it begin with; what is held over the segment, during its backward
+        pass, other than what it begins with: also the parameters' gradients of
+        the blocks after it; and the peak of its forward pass, which keeps
+        nothing.
 
         Args:
             first: The first block of the sub-chains.
@@ -162,7 +150,7 @@ class Line:
                 # Longer segments use what shorter ones do.
                 waiting += size * (self._reads[first:final, value] < begin)
         np.maximum.accumulate(forward, axis=1, out=forward)
-        return Splits(held, waiting, forward[:, ends - 1 - begin])
+        return np.stack([held, waiting, forward[:, ends - 1 - begin]])
 
 
 class _Values:

@@ -1,8 +1,17 @@
-"""A line of blocks with memory in slots: the numbers of the recurrence.
+"""A line of blocks with memory in slots, and which memory is worth solving.
 
 `kmem.planning.line` has them in bytes. Where all sizes are multiples of a slot
 nothing is rounded; else sizes are rounded up, but for what blocks leave behind:
-its sums are rounded, so that errors do not add up. Nothing is solved here.
+its sums are rounded, so that errors do not add up.
+
+A sub-chain that is not the rest of the line is run within a segment with which
+a rest of the line begins. Two recurrences over the rests alone bound the extra
+time of each from both sides: with segments in which everything is kept (what
+follows may be dropped again), and as if the insides of segments took no memory
+and no time. Where a segment and the lower bound of what is after it take more
+than the upper bound, no best plan has it, nor anything inside of it. This
+leaves out most of the table of `kmem.planning.table` without changing what it
+finds: on long chains the bounds are close to each other.
 """
 
 import math
@@ -109,7 +118,7 @@ class SlottedLine:
             stop = min(self.furthest[first] + 1, final)
             parts = np.zeros((3, len(lasts), 0), np.int32)
             if stop > first:
-                parts = np.stack(line.splits(first, lasts, stop))
+                parts = line.splits(first, lasts, stop)
                 parts = np.minimum(self._slots(parts), NEVER).astype(np.int32)
                 parts[2, :, ~allowed[first, first + 1 : stop + 1]] = NEVER
             for number, length in enumerate((lasts - first).tolist()):

@@ -4,6 +4,12 @@ The gradient of gathering is the sum over the processes, cut: what every
 process gets is the gradient of its own shard. Large arrays travel alone,
 small ones together, as a call costs as much as some hundred kilobytes.
 
+An array is cut flat, in equal lengths, padded with zeros: `[3, 5]` over 4
+processes is 15 numbers in rows of 4, the last with one zero more. Every
+variable is cut by itself, so that a weight and what an optimizer keeps for it
+are cut alike, and an update number by number is the same on the shards as on
+the whole.
+
 In a graph TensorFlow would gather all weights at once. So whoever gathers
 says what to wait for.
 """

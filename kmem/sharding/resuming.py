@@ -26,7 +26,7 @@ from kmem.base.checks import positive_int
 from kmem.sharding import agreeing
 from kmem.sharding import checkpoint
 from kmem.sharding.engine import engine
-from kmem.step.layers import optimizers
+from kmem.step.capture import optimizers
 
 
 class ShardedCheckpoint(keras.callbacks.Callback):

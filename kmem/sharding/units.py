@@ -24,10 +24,10 @@ import tensorflow as tf
 
 from kmem import remat
 from kmem.base.private_keras import all_layers
+from kmem.keras_graph.opening import children
 from kmem.sharding.gathering import gathered
 from kmem.sharding.variables import ShardedVariable
 from kmem.sharding.variables import prepared
-from kmem.step.layers import children
 from kmem.step.patching import attribute
 
 

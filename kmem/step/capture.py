@@ -1,4 +1,4 @@
-"""Runs a `train_step` without its update, and takes what it would apply.
+"""What a `train_step` would apply, taken without its update, and may change.
 
 `optimizer.apply` is where the default `train_step` and nearly every custom
 one end, so that is where the gradients are taken. Everything here is a
@@ -13,9 +13,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base.private_keras import all_layers
 from kmem.base.private_keras import tf_variable
 from kmem.step import patching
-from kmem.step.layers import optimizers
 
 
 class LossReached(BaseException):
@@ -123,3 +123,38 @@ def _refuse_second_update(model):
         "or train without `microbatches`, `gradient_accumulation_steps` and "
         f'"float16". Received: model={model.name}'
     )
+
+
+def changed_variables(model, optimizer) -> list:
+    """What a model's step may change.
+
+    Args:
+        model: The model.
+        optimizer: What the step sees as `model.optimizer`.
+    """
+    found = [model, optimizer, *optimizers(model), *model.metrics]
+    known = {id(v): v for each in found for v in each.variables}
+    # Some are not among `variables`, such as the states of recurrent layers.
+    for layer in all_layers(model):
+        for value in vars(layer).values():
+            for each in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(each, keras.Variable | tf.Variable):
+                    known[id(each)] = each
+    return list(known.values())
+
+
+def has_default_step(model) -> bool:
+    """Whether the model's `train_step` is Keras's own."""
+    step = getattr(model.train_step, "__func__", None)
+    return step is keras.Model.train_step
+
+
+def optimizers(model) -> Iterator[keras.optimizers.Optimizer]:
+    for value in vars(model).values():
+        if isinstance(value, dict):
+            value = value.values()
+        elif not isinstance(value, list | tuple):
+            value = [value]
+        for item in value:
+            if isinstance(item, keras.optimizers.Optimizer):
+                yield item

@@ -1,8 +1,15 @@
-"""The metrics and the logs of a batch that comes in micro-batches.
+"""What changes besides weights when a batch comes in micro-batches.
 
-A metric adds up by itself: what it gives of the last micro-batch is that of
-the batch, once it is computed anew. What else a step returns is averaged over
-the micro-batches, or added up if it is an integer.
+A layer that counts its calls, takes a power iteration (spectral normalization)
+or moves an average (batch normalization) would do so once a micro-batch. Here
+each micro-batch begins with the state before the batch, and the batch changes
+it once, by the mean of the micro-batches' changes, weighted by their examples.
+That is exact where a change does not depend on the examples, or is a mean over
+them. A metric adds up by itself: what it gives of the last micro-batch is that
+of the batch, once it is computed anew. What else a step returns is averaged
+over the micro-batches, or added up if it is an integer. What this module does
+not do: compute statistics of the whole batch. A layer that normalizes by them
+sees one micro-batch at a time.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 The gradient of a mean over rows is the mean of the parts' gradients, weighted
 by their rows; losses with another denominator are scaled first (loss_terms).
-What layers keep changes once a batch (layer_state). What this module does not
+What layers keep changes once a batch (metrics). What this module does not
 do: batch normalization sees one part at a time, and dropout draws anew for
 every part.
 """

@@ -1,7 +1,10 @@
-"""A batch in parts, and a loop over them that keeps one part in memory.
+"""A batch in parts: those of several processes, and micro-batches.
 
-The first part takes the remainder, such that all others have one size: XLA
-needs fixed shapes, and the loop is traced once whatever the number of parts.
+A loop over micro-batches keeps one of them in memory. The first takes the
+remainder, such that all others have one size: XLA needs fixed shapes, and the
+loop is traced once whatever the number of parts. Here one process computes all
+of a batch. Processes that train together (kmem/sharding) take part of the rows
+each, and add up what came of them.
 """
 
 import contextlib

@@ -18,7 +18,7 @@ from kmem.graph.ordering import Order
 from kmem.options import MemoryOptions
 from kmem.step import batches
 from kmem.step import patching
-from kmem.step.layers import has_default_step
+from kmem.step.capture import has_default_step
 
 # How many arrays of a variable's size an update takes at most: its gradient,
 # and what Adam computes from it.

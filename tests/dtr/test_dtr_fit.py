@@ -416,7 +416,7 @@ def test_a_step_that_fails_leaves_weights_and_optimizer_as_they_were(
     """Also where memory runs out between two updates."""
     # Without a search for what would do, which takes most of the time.
     monkeypatch.setattr(
-        "kmem.fit.evicting.with_least_threshold",
+        "kmem.fit.mechanisms.with_least_threshold",
         lambda threshold, message, step, reserved: (
             tf.errors.ResourceExhaustedError(None, None, message)
         ),

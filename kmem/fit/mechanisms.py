@@ -1,0 +1,238 @@
+"""The mechanisms of a session, one for each option.
+
+A step is taken by the model as a whole, or in two: so do `microbatches`,
+`gradient_accumulation_steps` and options that have to be between a gradient
+and its update. `Planned`, `Mixed` and `Evicting` change what is computed
+within. Not here: sharding (`kmem/sharding/training`) and the undo of a step.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from kmem import precision
+from kmem.dtr.blocks import Blocks
+from kmem.dtr.device import DeviceSession
+from kmem.dtr.feasible import with_least_threshold
+from kmem.fit import pipeline
+from kmem.fit.undoing import Changes
+from kmem.graph import ordering
+from kmem.keras_graph import applying
+from kmem.keras_graph import matching
+from kmem.keras_graph import profiling
+from kmem.options import DTR
+from kmem.options import MemoryOptions
+from kmem.options import MixedPrecision
+from kmem.planning.plan import Plan
+from kmem.step import batches
+from kmem.step import microbatch
+from kmem.step.accumulation import Updater
+from kmem.step.mechanism import Context
+from kmem.step.mechanism import Mechanism
+from kmem.step.microbatch import BatchGradient
+from kmem.step.microbatch import GradientStep
+from kmem.step.parts import Alone
+
+
+class WholeStep(Mechanism):
+    """The model's own step, which computes a gradient and applies it.
+
+    Attributes:
+        layers_that_see_parts: As in `GradientStep`.
+    """
+
+    layers_that_see_parts: list[keras.layers.Layer] = []
+
+    def __init__(self, model: keras.Model):
+        self._train_step = model.train_step
+
+    def compute(self, data):
+        """Computes what `update` takes."""
+        return ordering.one_by_one(self._train_step, data)
+
+    def update(self, computed):
+        """Applies it, and returns the logs."""
+        return computed
+
+    def end_group(self) -> None:
+        """Applies the last, incomplete group of batches."""
+
+    def warn_of_parts(self) -> None:
+        """Says which layers see one micro-batch at a time, if any do."""
+
+
+class SplitStep(WholeStep):
+    """The gradient of a batch, then one update of one or several batches.
+
+    Args:
+        model: The model.
+        optimizer: What applies gradients.
+        options: The options.
+        processes: Those that compute a batch together.
+        ordered: As in `GradientStep`.
+        early: As in `Updater`.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer,
+        options: MemoryOptions,
+        processes: Alone,
+        ordered: bool,
+        early: bool,
+    ):
+        super().__init__(model)
+        strategy, steps = model.distribute_strategy, options.num_batches
+        self._updater = Updater(optimizer, steps, strategy, processes, early)
+        self._gradient = GradientStep(
+            model,
+            self._train_step,
+            optimizer,
+            num_parts=options.num_parts,
+            by_group=steps > 1 or strategy.num_replicas_in_sync > 1,
+            ordered=ordered,
+            processes=processes,
+        )
+        self._compute = self._gradient
+        # Only the gradient is compiled when updates are rarer than batches:
+        # a branch inside XLA copies all that it may assign.
+        self.allows_xla = steps == 1
+        if not self.allows_xla and model.jit_compile and not model.run_eagerly:
+            self._compute = microbatch.compiled(self._gradient)
+
+    @property
+    def layers_that_see_parts(self) -> list[keras.layers.Layer]:
+        return self._gradient.layers_that_see_parts
+
+    def start(self) -> None:
+        self._updater.start()
+
+    def stop(self, failed: bool = False) -> None:
+        self._updater.stop()
+
+    def compute(self, data) -> BatchGradient:
+        return self._compute(data)
+
+    def update(self, computed: BatchGradient):
+        self._updater.add(computed)
+        return computed.logs
+
+    def end_group(self) -> None:
+        self._updater.flush()
+
+    def warn_of_parts(self) -> None:
+        self._gradient.warn_of_parts()
+
+
+class Planned(Mechanism):
+    """Changes how a training step calls the layers of a plan's segments.
+
+    Raises:
+        ValueError: If it is a plan for another model.
+    """
+
+    def __init__(self, model: keras.Model, options: MemoryOptions, plan: Plan):
+        self._model = model
+        self._segments = plan.segments
+        batch = batches.from_json(plan.batch)
+        with precision.applied(model, options.mixed_precision):
+            recording = profiling.record_batch(model, batch)
+        matching.check(plan.network, recording)
+        self._frame = recording.frame
+
+    def computing(self, training: bool) -> Context:
+        if not training:
+            return contextlib.nullcontext()
+        return applying.applied(self._model, self._frame, self._segments)
+
+
+class Mixed(Mechanism):
+    """Changes the layers' policies while they are called.
+
+    Attributes:
+        optimizer: The model's, or one around it that scales the loss.
+    """
+
+    kinds = ("train", "test")
+
+    def __init__(self, model: keras.Model, option: MixedPrecision):
+        self._model = model
+        self._option = option
+        self.optimizer = precision.loss_scaled(model, option)
+
+    def start(self) -> None:
+        precision.recall_scale(self.optimizer)
+
+    def stop(self, failed: bool = False) -> None:
+        precision.remember_scale(self.optimizer)
+
+    def computing(self, training: bool) -> Context:
+        return precision.applied(self._model, self._option)
+
+
+class Evicting(Mechanism):
+    """Changes where operators run, and compiles the calls of layers.
+
+    Args:
+        model: The model.
+        option: The option.
+        changes: What a step changes.
+        compiles: Whether calls of layers may be compiled.
+        repeats: Whether a step that has failed can be tried again: all that
+            it changes must be known.
+    """
+
+    runs_eagerly = True
+    is_traceable = False
+
+    def __init__(
+        self,
+        model: keras.Model,
+        option: DTR,
+        changes: Changes,
+        compiles: bool,
+        repeats: bool,
+    ):
+        self._device = DeviceSession(option)
+        self._changes = changes
+        self._repeats = repeats
+        self._blocks = Blocks(model, option.compile) if compiles else None
+
+    def take(self, step: Callable, data):
+        try:
+            with self._on(self._device):
+                return step(data)
+        except tf.errors.ResourceExhaustedError as error:
+            message = error.message
+            # Variables that a step makes could not be given back.
+            if not (self._repeats and self._changes.layers_are_built):
+                raise
+        self._changes.build()
+        raise with_least_threshold(
+            self._device.limit_bytes,
+            message,
+            functools.partial(self._try, step, data),
+            pipeline.ready_bytes(data),
+        )
+
+    def _try(self, step: Callable, data, threshold: int) -> int:
+        """What a threshold is raised to by a step that changes nothing."""
+        device = self._device.again()
+        with self._changes.undone(), self._on(device, threshold):
+            step(data)
+        return device.limit_bytes
+
+    @contextlib.contextmanager
+    def _on(
+        self, device: DeviceSession, grows_from: int | None = None
+    ) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(device.scope(grows_from))
+            if self._blocks is not None:
+                stack.enter_context(self._blocks.compiled())
+            yield
