@@ -22,9 +22,6 @@ def folder() -> pathlib.Path:
 def make_private(path: pathlib.Path) -> None:
     """Makes a folder that only the user can use, unless it is there.
 
-    Args:
-        path: The folder.
-
     Raises:
         OSError: If it cannot be made, or if others could write to it.
     """
@@ -40,12 +37,7 @@ def make_private(path: pathlib.Path) -> None:
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file that appears whole or not at all.
-
-    Args:
-        path: The file's path.
-        text: What is in it.
-    """
+    """Writes a file that appears whole or not at all."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8")
@@ -56,9 +48,6 @@ def write_whole(path: pathlib.Path, text: str) -> None:
 
 def check_private(path: pathlib.Path) -> None:
     """Checks that nobody else could have put something into a folder.
-
-    Args:
-        path: The folder.
 
     Raises:
         OSError: If somebody could have, or if there is no such folder.

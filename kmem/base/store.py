@@ -82,9 +82,7 @@ class Store:
         """Keeps a thing; on disk, if the folder is the user's alone.
 
         Args:
-            key: What it was found for.
             in_use_bytes: What was in memory before.
-            thing: The thing.
         """
         name = _name(key)
         self._kept[name] = in_use_bytes, thing

@@ -66,16 +66,7 @@ class WholeStep(Mechanism):
 
 
 class SplitStep(WholeStep):
-    """The gradient of a batch, then one update of one or several batches.
-
-    Args:
-        model: The model.
-        optimizer: What applies gradients.
-        options: The options.
-        processes: Those that compute a batch together.
-        ordered: As in `GradientStep`.
-        early: As in `Updater`.
-    """
+    """The gradient of a batch, then one update of one or several batches."""
 
     def __init__(
         self,
@@ -179,9 +170,6 @@ class Evicting(Mechanism):
     """Changes where operators run, and compiles the calls of layers.
 
     Args:
-        model: The model.
-        option: The option.
-        changes: What a step changes.
         compiles: Whether calls of layers may be compiled.
         repeats: Whether a step that has failed can be tried again: all that
             it changes must be known.

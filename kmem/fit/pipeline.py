@@ -22,7 +22,6 @@ def held_bytes(arguments: Mapping[str, Any], batch) -> int:
     It copies arrays whole, and has a few batches ready.
 
     Args:
-        arguments: Those of `fit`.
         batch: One of its batches, as tensors or `tf.TensorSpec`s.
     """
     if tf.config.list_logical_devices("GPU"):

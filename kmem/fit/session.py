@@ -48,7 +48,6 @@ class Session:
 
     Args:
         model: A compiled `keras.Model`.
-        options: `MemoryOptions` with at least one option on.
         plan: What `options.remat` recomputes.
         is_users: Whether a user trains: a step that fails is undone then, and
             layers that see parts of batches are named.
@@ -311,11 +310,6 @@ def guarded(session, name: str, function: Callable) -> Callable:
     """A function that takes its session off by itself.
 
     It does when it raises, or is called in a later `fit`.
-
-    Args:
-        session: What put the function on its `model`.
-        name: The model's attribute.
-        function: Takes an iterator.
     """
     model = session.model
     history = model.history

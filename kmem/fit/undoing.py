@@ -25,7 +25,6 @@ class Changes:
     """What a model's steps change.
 
     Args:
-        model: The model.
         optimizer: What its steps see as `model.optimizer`.
     """
 
@@ -78,10 +77,6 @@ class Undoing(Mechanism):
 
     It changes nothing else. Once a step is done all variables exist, and are
     not looked for again while the model trains.
-
-    Args:
-        model: The model.
-        changes: What a step changes.
     """
 
     def __init__(self, model: keras.Model, changes: Changes):

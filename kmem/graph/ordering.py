@@ -136,10 +136,6 @@ def needed(graph: tf.Graph, ops: Iterable[tf.Operation]) -> list[tf.Operation]:
 
     It is that of the trace, but for what was put in later: that comes right
     before who reads it.
-
-    Args:
-        graph: Whose operations they are.
-        ops: The operations.
     """
     ancestors = _ancestors(ops)
     return _sorted([op for op in graph.get_operations() if op in ancestors])

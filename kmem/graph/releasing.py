@@ -22,12 +22,7 @@ _CONTROL_FLOW = frozenset(
 
 
 def function(run: Callable, **arguments) -> Any:
-    """A `tf.function` that nobody differentiates, without autograph.
-
-    Args:
-        run: What it traces.
-        **arguments: Of `tf.function`.
-    """
+    """A `tf.function` that nobody differentiates, without autograph."""
 
     @functools.wraps(run)
     def traced(*args, **kwargs):

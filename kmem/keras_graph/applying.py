@@ -21,8 +21,6 @@ def applied(
     """Lets a model that is called within follow a plan.
 
     Args:
-        model: The model.
-        frame: Its call, as recorded.
         segments: The plan, in numbers of the recorded calls.
     """
     return opening.opened(model, _Planned(model, frame, segments))

@@ -75,7 +75,6 @@ def cost_of(call: Call, measured: bool, compiled: bool = False) -> Cost:
     Nothing is changed: what is assigned within is dropped.
 
     Args:
-        call: A call of a layer or operation.
         measured: Whether seconds are measured; computed otherwise.
         compiled: Whether XLA compiles the step.
     """

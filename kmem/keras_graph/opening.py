@@ -71,8 +71,6 @@ class Visitor:
         """Runs a line's parts.
 
         Args:
-            model: The Functional model.
-            line: Its parts.
             values: The values so far, to be completed with the outputs.
             bind: Gives the function that calls an operation, with what Keras
                 hands down (`training`).

@@ -147,7 +147,6 @@ def record(model: keras.Model, batch) -> Recording:
     """Records a model's call on a batch, and its loss, as in training.
 
     Args:
-        model: A built model.
         batch: What its `train_step` is given, as `tf.TensorSpec`s with shapes
             that are known. The loss is recorded if there are targets.
     """

@@ -34,7 +34,6 @@ class Derivatives(abc.ABC):
     """The derivatives of one level's loss.
 
     Args:
-        name: The level's name.
         num_parts: The micro-batches in which a batch is computed.
         ordered: Whether a backward pass is kept from running ahead, which is
             done anyway if there are several micro-batches.

@@ -55,7 +55,6 @@ def element_specs(
     Args:
         specs: For each level's name, the types of a batch.
         counts: For each level's name, the batches that it takes.
-        replicas: How many replicas there are.
     """
 
     def stacked(name):

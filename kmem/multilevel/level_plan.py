@@ -50,12 +50,9 @@ class LevelPlan:
     """A level's plan: chosen when it is first followed, if not before.
 
     Args:
-        level_name: The level's name.
         calls: The models that its loss calls, and what they are given, as
             `tf.TensorSpec`s.
-        remat: What is asked for.
         mixed: The context in which a model computes as the level does.
-        mode: How steps run.
 
     Raises:
         ValueError: If the plan that is asked for is for none of the models.

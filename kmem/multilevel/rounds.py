@@ -41,7 +41,6 @@ class Round:
     """One update of the top level; on each replica its own.
 
     Args:
-        structure: The levels.
         data: For each level's name its batches: one, or several stacked.
         note: What is told of each update: the level's number, and its loss.
     """

@@ -65,7 +65,6 @@ class SeveralProcesses(Slices, OneProcess):
     """Processes that compute every batch of a level together.
 
     Args:
-        trained: The level's training in shards.
         weights: All variables of the program.
     """
 

@@ -51,9 +51,6 @@ class InfeasibleBudget(ValueError):
 def peak_lower_bound(graph: Graph) -> int:
     """Returns bytes that every schedule needs at some moment.
 
-    Args:
-        graph: The operations and their tensors.
-
     Returns:
         The most that an operation needs, with what cannot be made again; or
         all results, if that is more.
@@ -79,10 +76,6 @@ def check_budget(graph: Graph, budget_bytes: int, smallest_bytes: int) -> None:
 
 def seconds_lower_bound(graph: Graph, budget_bytes: int) -> float:
     """Returns seconds that every schedule within a budget takes.
-
-    Args:
-        graph: The operations and their tensors.
-        budget_bytes: The peak that a schedule may have.
 
     Returns:
         At least the program's time; `math.inf` where the bound shows that no

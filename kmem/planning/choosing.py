@@ -39,7 +39,6 @@ class ChainSolver:
     """The plans of a network for all budgets, from one table.
 
     Args:
-        network: The network.
         num_slots: How many sizes of memory to tell apart; by default what
             takes a few seconds.
     """

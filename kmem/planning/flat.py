@@ -32,21 +32,13 @@ class Point:
 
 
 def evaluate(network: Network, segments: tuple[Segment, ...]) -> Point:
-    """Simulates a plan.
-
-    Args:
-        network: The network.
-        segments: The plan.
-    """
+    """Simulates a plan."""
     result = simulate(network.graph, network.schedule(segments))
     return Point(result.peak_bytes, result.seconds, segments)
 
 
 class Cutter:
     """Makes plans of cuts, which are stages before which to cut.
-
-    Args:
-        network: The network.
 
     Attributes:
         places: Where it may be cut, in order, without its first stage.
@@ -135,7 +127,6 @@ def sqrt(
     where little crosses. Nothing is optimal about it.
 
     Args:
-        network: The network.
         num_segments: How many parts; the last is kept. By default that with
             the smallest simulated peak of those up to twice the square root
             of the number of stages, or the fastest within the budget.

@@ -73,8 +73,6 @@ def search(
     no effect: one worker takes less time than it takes to start others.
 
     Args:
-        network: The network.
-        options: The search's parameters.
         budget_bytes: The peak, with everything that is in memory.
 
     Raises:

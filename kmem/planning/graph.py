@@ -141,12 +141,8 @@ def simulate(graph: Graph, schedule: tuple[int, ...]) -> Simulation:
     """Replays `schedule`.
 
     Args:
-        graph: The operations and their tensors.
         schedule: Indexes of `graph.operations`, in the order in which they
             run, with repeats.
-
-    Returns:
-        A `Simulation`.
 
     Raises:
         ValueError: If the schedule leaves an operation out, repeats one that

@@ -30,7 +30,6 @@ class Line:
     """A network as a line of blocks.
 
     Args:
-        network: The network.
         places: Stages at which blocks begin, without 0, in order.
 
     Attributes:

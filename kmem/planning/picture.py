@@ -37,9 +37,6 @@ _NUM_NAMES = 5
 def figure(plan: Any) -> "Figure":
     """Draws a plan as a figure, to be changed or shown in a notebook.
 
-    Args:
-        plan: The plan.
-
     Returns:
         A `matplotlib.figure.Figure` with two axes: the memory over the step,
         and the model's stages.

@@ -47,7 +47,6 @@ class SlottedLine:
     """The blocks, with the memory that a plan may use divided into slots.
 
     Args:
-        line: The network's blocks.
         allowed: `[first, stop]`: whether blocks `first` to `stop - 1` may be
             a segment.
         limit_bytes: The largest budget, beyond the network's constants.
@@ -163,11 +162,7 @@ _TOLERANCE = 1e-5
 
 
 def most_memory(line: SlottedLine) -> np.ndarray:
-    """`[last, first]`: the memory beyond which sub-chains are of no use.
-
-    Args:
-        line: The line of blocks.
-    """
+    """`[last, first]`: the memory beyond which sub-chains are of no use."""
     count, width = line.num_blocks, line.width
     lower = np.zeros((count + 1, width), np.float32)
     upper = np.zeros((count + 1, width), np.float32)

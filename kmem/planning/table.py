@@ -41,15 +41,7 @@ _AT_ONCE = 2**16
 
 
 class Table:
-    """The recurrence, solved for all budgets up to a limit.
-
-    Args:
-        line: The network's blocks.
-        allowed: `[first, stop]`: whether blocks `first` to `stop - 1` may be
-            a segment.
-        limit_bytes: The largest budget, beyond the network's constants.
-        num_slots: How many slots to divide it into; fewer are used where all
-            sizes are multiples of a larger one.
+    """The recurrence, solved for all budgets up to a limit: see `SlottedLine`.
 
     Attributes:
         slot_bytes: The size of a slot.

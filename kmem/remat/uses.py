@@ -207,7 +207,6 @@ class Run:
     """One of the two runs of a function.
 
     Args:
-        ops: Its operations.
         given: What it starts from, but for variables.
     """
 
@@ -233,11 +232,6 @@ def keep_residuals(
 
     Where the two are not alike, such as a loop, which has more results once
     it is differentiated, the second run stays.
-
-    Args:
-        first: The first run.
-        second: The second one.
-        gradient: The operations of its gradient.
     """
     first_outputs = {
         repeated.ref(): output

@@ -70,7 +70,6 @@ def jointly(group: Engine, deed: str) -> Iterator[None]:
     """All processes run a block; if one fails in it, all raise an error.
 
     Args:
-        group: The processes.
         deed: What they do, for the message.
 
     Raises:

@@ -50,11 +50,7 @@ class Writer:
     """Writes arrays one after another. A context manager: only on leaving it
     without an error the file appears under its name.
 
-    Args:
-        path: The file's name.
-
     Attributes:
-        num_bytes: How many have been written.
         checksums: Those of all blocks, once the file is complete.
     """
 
@@ -89,11 +85,6 @@ class Writer:
 
 class Reader:
     """Reads parts of a file, and checks them.
-
-    Args:
-        path: The file.
-        num_bytes: How many it must have.
-        checksums: Those of its blocks.
 
     Raises:
         ValueError: If the file is missing or has another length; when a part

@@ -32,12 +32,7 @@ from kmem.sharding.engine import Engine
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The shards of an array.
-
-    Args:
-        shape: The array's shape.
-        count: The number of shards.
-    """
+    """The shards of an array."""
 
     shape: tuple[int, ...]
     count: int
@@ -129,8 +124,6 @@ class Shard:
     """This process's shard of a variable.
 
     Args:
-        engine: The processes.
-        variable: The variable, a `keras.Variable`.
         shape: The shape of the whole.
         value: The shard's values, a vector of `layout.length`.
         name: What names the variable in all processes. Not its path, which
@@ -138,11 +131,8 @@ class Shard:
         home: The device that holds the shard; by default it is the usual one.
 
     Attributes:
-        path: The variable's path.
         layout: Its shape, and how it is cut.
-        rank: Which shard this is.
         local: The shard, a `keras.Variable` of `[layout.length]`.
-        travel: The dtypes in which it travels.
         home: The device that holds the shard, or `None`.
         stays: Whether it is a shard before and after training too.
     """

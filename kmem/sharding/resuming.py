@@ -160,11 +160,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
 
 class _Ending:
-    """SIGTERM, while a model is trained by this process's main thread.
-
-    Args:
-        model: The model.
-    """
+    """SIGTERM, while a model is trained by this process's main thread."""
 
     def __init__(self, model: keras.Model):
         self._model = model

@@ -44,7 +44,6 @@ class Slices(Alone):
     """The processes that compute a batch together.
 
     Args:
-        engine: The processes.
         later: Whether whole gradients are added up before an update only, and
             not after every batch.
     """

@@ -45,9 +45,6 @@ class ShardedTraining(Mechanism):
     It changes the model's variables, and how its layers come to their weights.
 
     Args:
-        model: A compiled, built model.
-        optimizer: The optimizer that trains it.
-        option: How it is sharded.
         num_batches: The batches of an update.
 
     Attributes:
@@ -117,11 +114,7 @@ class ShardedTraining(Mechanism):
         self._during.enter_context(self._updates.finalizing())
 
     def stop(self, failed: bool = False) -> None:
-        """Makes the model whole again. All processes have to call it.
-
-        Args:
-            failed: Whether an error ended the training; see `stays`.
-        """
+        """Makes the model whole again. All processes have to call it."""
         self._during.close()
         if not self.stays(failed):
             make_whole(self._model)

@@ -35,8 +35,6 @@ class Unit:
     """A layer whose weights are gathered together.
 
     Args:
-        layer: The layer.
-        name: What names it in all processes.
         keeps: Whether the backward pass is left the weights.
         line: The inputs of the unit that ran last.
     """
@@ -151,7 +149,6 @@ def find(model, names: tuple[str, ...] | None) -> list[keras.layers.Layer]:
     """The layers of a model that are units.
 
     Args:
-        model: A `keras.Model`.
         names: Layers to be units as a whole, whatever is in them.
 
     Raises:
@@ -173,7 +170,6 @@ def applied(layers: list, keeps: bool) -> Iterator[None]:
     """Lets layers gather their weights when they are called.
 
     Args:
-        layers: The units.
         keeps: Whether the backward pass is left the weights.
     """
     line: list[tf.Tensor] = []

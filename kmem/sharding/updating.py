@@ -33,9 +33,6 @@ class ShardedOptimizer:
     test_sharding.py and test_sharding_fit.py fail if they move.
 
     Args:
-        optimizer: The optimizer.
-        model: What it trains.
-        engine: The processes.
         home: The device that holds the shards; by default the usual one.
     """
 

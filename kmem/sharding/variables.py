@@ -184,11 +184,8 @@ def shard(
 
     Args:
         variable: A `keras.Variable` that has a value.
-        engine: The processes.
         name: What names it in all processes.
         mirrored: Whether it stays whole.
-        home: The device that holds the shard.
-        travel: The dtypes in which it travels.
     """
     whole = whole_of(variable)
     value = engine.broadcast(tf.convert_to_tensor(whole), f"{name}/broadcast")
@@ -224,8 +221,6 @@ def adopt(
     Args:
         variable: A `keras.Variable`, a vector.
         reference: The shard that it was made for.
-        name: What names it in all processes.
-        home: The device that holds the shard.
     """
     shape = reference.layout.shape
     vector = whole_of(variable)

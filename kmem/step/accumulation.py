@@ -35,10 +35,7 @@ class Updater:
     """Makes one update of every group of batches.
 
     Args:
-        optimizer: The optimizer that applies the gradients.
         steps: The number of batches in a group.
-        strategy: The model's `tf.distribute` strategy.
-        processes: Those that compute a batch together.
         early: Whether to update a variable as soon as its gradient is there,
             which is freed then, and not after all gradients.
     """
@@ -182,11 +179,9 @@ class _Pending:
 
     Args:
         batch: Any batch; it is not added.
-        processes: Those that compute a batch together.
 
     Attributes:
         num_batches: The number of batches that were added, a variable.
-        variables: The variables that the gradients belong to.
     """
 
     def __init__(self, batch: BatchGradient, processes: Alone):

@@ -95,12 +95,7 @@ def part_of(batch, count: int) -> Any:
 
 
 def covers(batch, other) -> bool:
-    """Whether another batch has the same form and is nowhere larger.
-
-    Args:
-        batch: A batch, as `tf.TensorSpec`s.
-        other: Another one.
-    """
+    """Whether another batch has the same form and is nowhere larger."""
     try:
         keras.tree.assert_same_structure(batch, other)
     except ValueError:

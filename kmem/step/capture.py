@@ -61,7 +61,6 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
     """Collects the one update that a step makes, instead of making it.
 
     Args:
-        model: The model whose step runs within.
         optimizer: What the step sees as `model.optimizer`.
         until_loss: Raise `LossReached` once the step scales its loss, or at
             the latest when it applies its gradients.
@@ -129,7 +128,6 @@ def changed_variables(model, optimizer) -> list:
     """What a model's step may change.
 
     Args:
-        model: The model.
         optimizer: What the step sees as `model.optimizer`.
     """
     found = [model, optimizer, *optimizers(model), *model.metrics]

@@ -33,9 +33,7 @@ class LayerState:
     numbers, nor are metrics.
 
     Args:
-        model: The model.
         scope: A scope in which a step of the model was run.
-        data: What the step was given.
 
     Attributes:
         variables: Those that the step assigned.
@@ -153,7 +151,6 @@ def counting_share(model: keras.Model, share) -> Iterator[Results]:
     the micro-batches of a batch count as one update together.
 
     Args:
-        model: The model whose metrics are updated within.
         share: The micro-batch's examples over the batch's, a scalar.
 
     Yields:

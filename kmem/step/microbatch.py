@@ -57,15 +57,11 @@ class GradientStep:
     """Computes a batch's gradient with the model's own `train_step`.
 
     Args:
-        model: A compiled `keras.Model`.
-        train_step: The step to run on every part.
         optimizer: What the step sees as `model.optimizer`.
-        num_parts: The number of parts.
         by_group: Whether to tell apart the gradients of loss terms with
             different denominators. Whoever adds up batches needs it.
         ordered: Whether to keep the backward pass from running ahead, which
             is done anyway if there are several parts.
-        processes: Those that compute a batch together.
     """
 
     def __init__(

@@ -59,9 +59,6 @@ class Parts:
             outputs: What `function` gives: tensors of its shapes and dtypes.
                 `None` takes them from the first part, which then is outside
                 of the loop.
-
-        Returns:
-            The list of the sums.
         """
         if self._count == 1:
             return function(self._data, self.rows)
@@ -231,10 +228,8 @@ class Alone:
         """Adds up tensors over the processes.
 
         Args:
-            tensors: What came of the slice.
             variables: For each the variable that it is a gradient of, or
                 `None`.
-            batch: The slice.
         """
         return tensors
 
@@ -243,7 +238,6 @@ class Alone:
 
         Args:
             gradients: Sums over batches, or `None`.
-            variables: The variables they belong to.
         """
         return gradients
 

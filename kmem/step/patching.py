@@ -33,8 +33,6 @@ def attribute(instance, name: str, value) -> Iterator[None]:
     Args:
         instance: The object, or a class. Afterwards it has, or lacks, what it
             did.
-        name: The attribute's name.
-        value: What it is within.
     """
     key = id(instance), name
     with _lock:
@@ -60,8 +58,6 @@ def method(
     Other threads call what the object had, or their own replacement.
 
     Args:
-        instance: The object, or a class.
-        name: The method's name.
         replacement: Gets what this thread called so far, and gives what it
             calls within.
     """

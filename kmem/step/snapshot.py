@@ -11,11 +11,7 @@ _RESTORE_ATTEMPTS = 3
 
 
 class Reader:
-    """Reads variables again and again, all of them in one call.
-
-    Args:
-        variables: The variables.
-    """
+    """Reads variables again and again, all of them in one call."""
 
     def __init__(self, variables: list):
         self.variables = variables

@@ -29,7 +29,6 @@ def are_early(model: keras.Model, options: MemoryOptions) -> bool:
     """Whether a planned step updates each variable when its gradient is there.
 
     Args:
-        model: The model.
         options: The options, other than `remat`.
     """
     optimizer = model.optimizer if model.compiled else None
