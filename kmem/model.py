@@ -14,6 +14,7 @@ import keras
 # A dependency of TensorFlow's.
 from typing_extensions import Unpack
 
+from kmem.base import patching
 from kmem.budget import planner
 from kmem.budget.report import MemoryReport
 from kmem.budget.training import BudgetedSession
@@ -28,7 +29,6 @@ from kmem.options import MemoryOptions
 from kmem.options import split_options
 from kmem.sharding import training
 from kmem.step import batches
-from kmem.step import patching
 
 _SESSION = "_kmem_session"
 # Not as they are when they are replaced; see `_in_place_of_keras`.

@@ -24,12 +24,12 @@ import keras
 import tensorflow as tf
 
 from kmem.base import private_keras
+from kmem.base.patching import attribute
 from kmem.base.private_keras import all_layers
 from kmem.dtr.compiled import CompiledCall
 from kmem.keras_graph.opening import children
 from kmem.remat import state
 from kmem.remat.structure import Structure
-from kmem.step.patching import attribute
 
 _MAX_KINDS = 16
 _PLAIN = (type(None), bool, int, float, str)

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from kmem.base import private_tf
+from kmem.base.patching import attribute
 from kmem.base.private_tf import imperative_grad
 from kmem.base.private_tf import record
-from kmem.step.patching import attribute
 
 _plain_pass = imperative_grad.imperative_grad
 _plain_record_operation = record.record_operation

@@ -9,16 +9,14 @@ one raises, or when training is interrupted between two steps: there a function
 takes off, by itself, what put it on, at the latest when the model trains again.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kmem.base import patching
 from kmem.base import private_keras
 from kmem.fit import requirements
 from kmem.fit.mechanisms import Evicting
@@ -32,7 +30,6 @@ from kmem.graph import releasing
 from kmem.options import MemoryOptions
 from kmem.planning.plan import Plan
 from kmem.sharding.training import ShardedTraining
-from kmem.step import patching
 from kmem.step import updates
 from kmem.step.capture import has_default_step
 from kmem.step.mechanism import Context
@@ -211,7 +208,7 @@ class Session:
 
     def end_group(self) -> None:
         """Applies the last, incomplete group of batches."""
-        with _within(each.updating() for each in self._mechanisms):
+        with patching.together(each.updating() for each in self._mechanisms):
             self.step.end_group()
 
     def _make_functions(self) -> None:
@@ -261,7 +258,7 @@ class Session:
     def _take_step(self, data):
         with self._computing(training=True):
             computed = self.step.compute(data)
-        with _within(each.updating() for each in self._mechanisms):
+        with patching.together(each.updating() for each in self._mechanisms):
             return self.step.update(computed)
 
     def _test(self, data):
@@ -273,7 +270,9 @@ class Session:
             return self._steps["predict"](data)
 
     def _computing(self, training: bool) -> Context:
-        return _within(each.computing(training) for each in self._mechanisms)
+        return patching.together(
+            each.computing(training) for each in self._mechanisms
+        )
 
 
 def compiled_state(model) -> tuple:
@@ -289,14 +288,6 @@ def compiled_state(model) -> tuple:
         model.steps_per_execution,
         model.train_step,
     )
-
-
-@contextlib.contextmanager
-def _within(contexts: Iterable[Context]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def _as_tensor(leaf):

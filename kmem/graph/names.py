@@ -9,10 +9,13 @@ scope of the second run lies within that of the first.
 import collections
 import contextlib
 import re
-from collections.abc import Callable
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
+
+from kmem.base import private_tf
+from kmem.base.patching import attribute
 
 _Entered = contextlib.AbstractContextManager[str]
 
@@ -42,7 +45,7 @@ class Scopes:
                 names.append(graph.get_name_scope())
                 yield scope
 
-        with _instead(graph, "name_scope", name_scope):
+        with attribute(graph, "name_scope", name_scope):
             yield
 
     @contextlib.contextmanager
@@ -76,8 +79,8 @@ class Scopes:
 
         with (
             within(self._outer),
-            _instead(graph, "get_name_scope", get_name_scope),
-            _instead(graph, "name_scope", name_scope),
+            attribute(graph, "get_name_scope", get_name_scope),
+            attribute(graph, "name_scope", name_scope),
         ):
             yield
 
@@ -101,18 +104,19 @@ def copy(tensor: tf.Tensor) -> tf.Tensor:
         return tf.identity(tensor)
 
 
-@contextlib.contextmanager
-def _instead(graph: tf.Graph, name: str, method: Callable) -> Iterator[None]:
-    actual = getattr(graph, name)
-    setattr(graph, name, method)
-    try:
-        yield
-    finally:
-        setattr(graph, name, actual)
-
-
 def current_graph() -> tf.Graph | None:
     """The graph that is being made; none in eager mode."""
     if tf.executing_eagerly():
         return None
     return tf.compat.v1.get_default_graph()
+
+
+def function_within(outer: tf.Graph | None) -> tf.Graph | None:
+    """The `tf.function` that is being traced within a graph, if one is."""
+    graph: Any = current_graph()
+    while graph is not None and graph is not outer:
+        # Those of loops and branches are subclasses.
+        if private_tf.is_own_function(graph):
+            return graph
+        graph = getattr(graph, "outer_graph", None)
+    return None

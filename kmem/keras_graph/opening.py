@@ -8,18 +8,16 @@ layers are seen, one at a time. Models inside models are opened as well; other
 layers are not.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 
+from kmem.base import patching
 from kmem.base import private_keras
 from kmem.base.private_keras import all_layers
-from kmem.step import patching
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,29 +104,26 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return [each for each in inside if id(each) not in deeper]
 
 
-@contextlib.contextmanager
-def opened(model: keras.Model, visitor: Visitor) -> Iterator[None]:
+def opened(model: keras.Model, visitor: Visitor) -> patching.Context:
     """Lets a visitor run the parts of a model that is called within."""
-    with contextlib.ExitStack() as stack:
-        models = [layer for layer in all_layers(model) if opens(layer)]
-        trees: list[keras.Model] = []
-        for each in models:
+
+    def changes():
+        inside = {}
+        for each in filter(opens, all_layers(model)):
             functional = private_keras.functional_of(each)
-            if functional is None:
-                trees.append(each)
+            if functional is not None:
+                run = functools.partial(_line_runner, each, functional, visitor)
+                name = private_keras.RUN_THROUGH_GRAPH
+                yield patching.method(functional, name, run)
                 continue
-            runner = functools.partial(_line_runner, each, functional, visitor)
-            name = private_keras.RUN_THROUGH_GRAPH
-            stack.enter_context(patching.method(functional, name, runner))
-        layers = {}
-        for tree in trees:
-            change = _visited(visitor.run_tree, tree)
-            stack.enter_context(patching.method(tree, "call", change))
-            layers |= {id(layer): layer for layer in children(tree)}
-        for layer in layers.values():
-            change = _visited(visitor.run_child, layer)
-            stack.enter_context(patching.method(layer, "call", change))
-        yield
+            tree = _visited(visitor.run_tree, each)
+            yield patching.method(each, "call", tree)
+            inside |= {id(layer): layer for layer in children(each)}
+        for layer in inside.values():
+            child = _visited(visitor.run_child, layer)
+            yield patching.method(layer, "call", child)
+
+    return patching.together(changes())
 
 
 def _line_runner(model, functional, visitor: Visitor, plain: Callable):

@@ -6,7 +6,6 @@ What this module does not do: order levels, or pass gradients between them.
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
 from typing import Literal
 
@@ -16,6 +15,8 @@ import tensorflow as tf
 from kmem import precision
 from kmem.base.checks import is_real
 from kmem.base.checks import positive_int
+from kmem.base.patching import Context
+from kmem.base.patching import together
 from kmem.base.private_keras import all_layers
 from kmem.multilevel import loss as losses
 from kmem.multilevel.derivatives import Derivatives
@@ -223,18 +224,19 @@ class Level(Derivatives):
             self.plan = LevelPlan(self.name, calls, remat, self._mixed, mode)
         return looking
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> Context:
         """What the level wants its loss, and gradients of it, computed in."""
-        with contextlib.ExitStack() as stack:
+
+        def contexts():
             for model in self.models:
-                stack.enter_context(self._mixed(model))
+                yield self._mixed(model)
             if self.plan is not None:
-                stack.enter_context(self.plan.applied())
+                yield self.plan.applied()
             if self.options.mixed_precision is not None:
                 # What models give to each other, and to the loss.
-                stack.enter_context(losses.giving_32_bits(self.models))
-            yield
+                yield losses.giving_32_bits(self.models)
+
+        return together(contexts())
 
     def loss_of(self, batch: Any) -> tf.Tensor:
         """The loss of a batch."""

@@ -22,6 +22,7 @@ from typing import Literal
 import keras
 
 from kmem import memory
+from kmem.base.patching import together
 from kmem.base.sizes import format_size
 from kmem.budget import dry_run
 from kmem.budget.correction import Corrector
@@ -191,10 +192,7 @@ def measure(program, structure, level, element) -> Measurement | None:
 def _alone(program, structure, level) -> Iterator[None]:
     """Within, the program trains one of its levels."""
     before = program.train_function
-    with contextlib.ExitStack() as stack:
-        for other in structure.levels:
-            if other is not level:
-                stack.enter_context(other.idle())
+    with together(x.idle() for x in structure.levels if x is not level):
         program.make_train_function(force=True)
         try:
             yield

@@ -9,22 +9,20 @@ What this module does not do: see a `tf.function` of the user's, which keeps
 what it first saw.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kmem.base import patching
 from kmem.base import private_keras
-from kmem.base import private_tf
+from kmem.graph import names
 from kmem.remat import state
 from kmem.step import batches
 from kmem.step import capture
 from kmem.step import loss_terms
-from kmem.step import patching
 
 
 def value(loss: Callable, arguments: tuple, name: str) -> tf.Tensor:
@@ -48,8 +46,7 @@ def value(loss: Callable, arguments: tuple, name: str) -> tf.Tensor:
     return _in_32_bits(tf.convert_to_tensor(result))
 
 
-@contextlib.contextmanager
-def giving_32_bits(models: list) -> Iterator[None]:
+def giving_32_bits(models: list) -> patching.Context:
     """Lets models that compute in 16 bits give float32, which a loss mixes."""
 
     def casting(model, call):
@@ -59,12 +56,10 @@ def giving_32_bits(models: list) -> Iterator[None]:
 
         return cast
 
-    with _calls_replaced(models, casting):
-        yield
+    return _calls_replaced(models, casting)
 
 
-@contextlib.contextmanager
-def noting_calls(models: list, calls: list[tuple]) -> Iterator[None]:
+def noting_calls(models: list, calls: list[tuple]) -> patching.Context:
     """Puts pairs into `calls`: a model that is called, its inputs' types."""
 
     def noting(model, call):
@@ -76,32 +71,28 @@ def noting_calls(models: list, calls: list[tuple]) -> Iterator[None]:
 
         return noted
 
-    with _calls_replaced(models, noting):
-        yield
+    return _calls_replaced(models, noting)
 
 
 class _Guarded(keras.StatelessScope):
     """A scope within which no `tf.function` of the user's reads variables."""
 
     def __enter__(self):
-        self._graph = _current_graph()
+        self._graph = names.current_graph()
         return super().__enter__()
 
     def _check_read(self, variable) -> None:
         # A recomputation within has looked at its own functions.
         if private_keras.stateless_scope() is not self:
             return
-        graph = _current_graph()
-        while graph is not None and graph is not self._graph:
-            # Those of loops and branches are subclasses.
-            if private_tf.is_own_function(graph):
-                raise ValueError(
-                    "A level's loss must not call a `tf.function` that reads "
-                    "variables: it would keep the values of its first call. "
-                    f"Take the decorator off. Received: '{variable.path}' "
-                    f"read in '{graph.name}'"
-                )
-            graph = getattr(graph, "outer_graph", None)
+        graph: Any = names.function_within(self._graph)
+        if graph is not None:
+            raise ValueError(
+                "A level's loss must not call a `tf.function` that reads "
+                "variables: it would keep the values of its first call. Take "
+                f"the decorator off. Received: '{variable.path}' read in "
+                f"'{graph.name}'"
+            )
 
 
 class Looking(_Guarded, capture.DiscardedState):
@@ -149,23 +140,15 @@ def assign(variables: list, values: list) -> None:
         private_keras.assign(variable, value)
 
 
-@contextlib.contextmanager
-def _calls_replaced(models: list, replacement: Callable) -> Iterator[None]:
+def _calls_replaced(models: list, replacement: Callable) -> patching.Context:
     """Within, each model's `call` is what `replacement` makes of both."""
-    with contextlib.ExitStack() as stack:
-        for model in models:
-            call = functools.partial(replacement, model)
-            stack.enter_context(patching.method(model, "call", call))
-        yield
+    return patching.together(
+        patching.method(model, "call", functools.partial(replacement, model))
+        for model in models
+    )
 
 
 def _in_32_bits(tensor):
     if tf.is_tensor(tensor) and tensor.dtype in (tf.float16, tf.bfloat16):
         return tf.cast(tensor, tf.float32)
     return tensor
-
-
-def _current_graph():
-    if tf.executing_eagerly():
-        return None
-    return tf.compat.v1.get_default_graph()

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base import patching
 from kmem.multilevel.loss import assign
 from kmem.multilevel.loss import read
 from kmem.options import Sharding
@@ -30,7 +31,6 @@ from kmem.sharding.slices import Slices
 from kmem.sharding.training import ShardedTraining
 from kmem.sharding.variables import ShardedVariable
 from kmem.step import accumulation
-from kmem.step import patching
 from kmem.step.parts import Alone
 from kmem.step.parts import Slice
 from kmem.step.parts import num_rows

@@ -13,8 +13,8 @@ import weakref
 import keras
 import tensorflow as tf
 
+from kmem.base.patching import attribute
 from kmem.options import MixedPrecision
-from kmem.step.patching import attribute
 
 # What a fit's scale began with, what it reached, and the steps since it grew.
 _scales: "weakref.WeakKeyDictionary[keras.optimizers.Optimizer, tuple]" = (

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 import keras
 
 from kmem.base import private_keras
+from kmem.base.patching import attribute
 from kmem.base.private_keras import all_layers
 from kmem.options import MixedPrecision
 from kmem.precision import guards
-from kmem.step.patching import attribute
 
 _lock = threading.RLock()
 _entries: "weakref.WeakKeyDictionary[keras.Model, _Entry]" = (

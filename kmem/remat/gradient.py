@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from kmem.base import private_tf
+from kmem.base.patching import setting
 from kmem.graph import control
 from kmem.graph import fusion
 from kmem.graph import names
@@ -197,7 +198,7 @@ class _Segment:
         before = len(_operations())
         with (
             self._explained(),
-            _as(_FIRST),
+            setting(_running, _FIRST),
             self._scopes.recorded(),
             state.FirstRun() as run,
         ):
@@ -287,7 +288,11 @@ class _Segment:
         sources = [inputs, run.watched, self._raw]
         # What runs again within the function has its part of the gradient
         # there: of the same values.
-        with self._explained(), _as(_SECOND), state.Substituted(run.trained):
+        with (
+            self._explained(),
+            setting(_running, _SECOND),
+            state.Substituted(run.trained),
+        ):
             results: Any = tape.gradient(
                 outputs, sources, output_gradients=upstream
             )
@@ -342,7 +347,7 @@ class _Segment:
         with (
             ordering.unordered(),
             self._explained(),
-            _as(_SECOND),
+            setting(_running, _SECOND),
             ambient,
             repeated,
             run,
@@ -358,15 +363,6 @@ class _Segment:
             yield
         except state.CannotRepeat as error:
             raise purity.not_recomputable(self._fn, str(error)) from None
-
-
-@contextlib.contextmanager
-def _as(run: int):
-    token = _running.set(run)
-    try:
-        yield
-    finally:
-        _running.reset(token)
 
 
 def _seeds(values: list[tuple]) -> list[tf.Tensor]:

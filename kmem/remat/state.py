@@ -23,6 +23,7 @@ import tensorflow as tf
 from kmem.base import private_keras
 from kmem.base import private_tf
 from kmem.base.private_keras import tf_variable
+from kmem.graph import names
 from kmem.graph.names import current_graph
 from kmem.remat.structure import is_differentiable
 
@@ -57,14 +58,11 @@ class _Scope(keras.StatelessScope):
         return layers, self.losses
 
     def _check_read(self, variable) -> None:
-        graph = current_graph()
-        while graph is not None and graph is not self._graph:
-            if private_tf.is_own_function(graph):
-                raise CannotRepeat(
-                    f"reads the variable '{variable.path}' in a "
-                    "`tf.function` of its own, which would keep its value"
-                )
-            graph = getattr(graph, "outer_graph", None)
+        if names.function_within(self._graph) is not None:
+            raise CannotRepeat(
+                f"reads the variable '{variable.path}' in a `tf.function` of "
+                "its own, which would keep its value"
+            )
 
     def _check_assignment(self, variable) -> None:
         if current_graph() is not self._graph:

@@ -19,11 +19,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmem.base.patching import attribute
 from kmem.options import MemoryOptions
 from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
 from kmem.sharding.variables import ShardedVariable
-from kmem.step.patching import attribute
 
 
 def processes(options: MemoryOptions) -> Engine:

@@ -19,13 +19,13 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kmem.base.patching import setting
 from kmem.base.private_keras import tf_variable
 from kmem.sharding.engine import Engine
 
@@ -92,16 +92,6 @@ class Travel:
     gather_dtype: str | None = None
     reduce_dtype: str | None = None
     reduces: bool = True
-
-
-@contextlib.contextmanager
-def setting(variable: contextvars.ContextVar, value) -> Iterator[None]:
-    """Within, a context variable has a value."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 def weighed(get_weight: Callable[[], tf.Tensor | None]):

@@ -24,8 +24,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmem.base import patching
 from kmem.base import private_keras
 from kmem.base import private_tf
+from kmem.base.patching import attribute
 from kmem.sharding import gathering
 from kmem.sharding.engine import Engine
 from kmem.sharding.variables import MirroredVariable
@@ -34,7 +36,6 @@ from kmem.step.parts import Alone
 from kmem.step.parts import Slice
 from kmem.step.parts import num_rows
 from kmem.step.parts import slice_rows
-from kmem.step.patching import attribute
 
 # How far apart the seeds of two processes are.
 _STEP = 0x9E3779B1
@@ -278,10 +279,10 @@ def _assigned(variables: list) -> Iterator[dict[int, Any]]:
 
         return note
 
-    with contextlib.ExitStack() as stack:
-        for variable in variables:
-            change = attribute(variable, private_keras.ASSIGN, noting(variable))
-            stack.enter_context(change)
+    with patching.together(
+        attribute(variable, private_keras.ASSIGN, noting(variable))
+        for variable in variables
+    ):
         yield assigned
 
 

@@ -23,12 +23,13 @@ import keras
 import tensorflow as tf
 
 from kmem import remat
+from kmem.base import patching
+from kmem.base.patching import attribute
 from kmem.base.private_keras import all_layers
 from kmem.keras_graph.opening import children
 from kmem.sharding.gathering import gathered
 from kmem.sharding.variables import ShardedVariable
 from kmem.sharding.variables import prepared
-from kmem.step.patching import attribute
 
 
 class Unit:
@@ -54,21 +55,16 @@ class Unit:
         # Of the weights' regularizers, until they are asked for.
         self._penalties: dict[int, tf.Tensor] = {}
 
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Within, the layer gathers its weights when it is called."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(attribute(self.layer, "call", self._run))
-            for variable in self._sharded():
-                # A gradient of the layer's own reads it again after the call.
-                shard = variable.shard
-                read = functools.partial(shard.read_full, shard.travel)
-                stack.enter_context(attribute(variable, "read_whole", read))
-            for variable in self._regularized():
-                penalty = _Penalty(variable, self._penalties)
-                stack.callback(setattr, variable, "regularizer", penalty.plain)
-                variable.regularizer = penalty
-            yield
+    def changes(self) -> Iterator[patching.Context]:
+        """Within these, the layer gathers its weights when it is called."""
+        yield attribute(self.layer, "call", self._run)
+        for variable in self._sharded():
+            # A gradient of the layer's own reads it again after the call.
+            shard = variable.shard
+            read = functools.partial(shard.read_full, shard.travel)
+            yield attribute(variable, "read_whole", read)
+        for variable in self._regularized():
+            yield _penalized(variable, _Penalty(variable, self._penalties))
 
     def _run(self, *args, **kwargs) -> Any:
         regularized = self._regularized()
@@ -165,19 +161,27 @@ def find(model, names: tuple[str, ...] | None) -> list[keras.layers.Layer]:
     return list(_find(model, names))
 
 
-@contextlib.contextmanager
-def applied(layers: list, keeps: bool) -> Iterator[None]:
+def applied(layers: list, keeps: bool) -> patching.Context:
     """Lets layers gather their weights when they are called.
 
     Args:
         keeps: Whether the backward pass is left the weights.
     """
     line: list[tf.Tensor] = []
-    with contextlib.ExitStack() as stack:
-        for number, layer in enumerate(layers):
-            unit = Unit(layer, f"unit {number}", keeps, line)
-            stack.enter_context(unit.applied())
+    return patching.together(
+        change
+        for number, layer in enumerate(layers)
+        for change in Unit(layer, f"unit {number}", keeps, line).changes()
+    )
+
+
+@contextlib.contextmanager
+def _penalized(variable, penalty: _Penalty) -> Iterator[None]:
+    variable.regularizer = penalty
+    try:
         yield
+    finally:
+        variable.regularizer = penalty.plain
 
 
 def _find(layer, names) -> Iterator[keras.layers.Layer]:

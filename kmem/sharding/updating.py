@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base.patching import attribute
 from kmem.base.private_keras import CLIP
 from kmem.base.private_keras import USE_WEIGHT_DECAY
 from kmem.base.private_keras import whole_of
@@ -23,7 +24,6 @@ from kmem.sharding.engine import Engine
 from kmem.sharding.variables import MirroredVariable
 from kmem.sharding.variables import ShardedVariable
 from kmem.step.accumulation import build_optimizer
-from kmem.step.patching import attribute
 
 
 class ShardedOptimizer:

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from kmem.base import private_keras
 from kmem.base import private_tf
+from kmem.base.patching import setting
 from kmem.base.private_keras import whole_of
 from kmem.sharding.engine import Engine
 from kmem.sharding.gathering import Layout
@@ -29,7 +30,6 @@ from kmem.sharding.gathering import Shard
 from kmem.sharding.gathering import Travel
 from kmem.sharding.gathering import gathered
 from kmem.sharding.gathering import put
-from kmem.sharding.gathering import setting
 
 _shards = contextvars.ContextVar("shards", default=False)
 # The whole arrays of the layers that are running, by the variables' `id`.

@@ -12,9 +12,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base import patching
 from kmem.base import private_keras
 from kmem.graph import releasing
-from kmem.step import patching
 from kmem.step import updates
 from kmem.step.loss_terms import SUM
 from kmem.step.microbatch import BatchGradient

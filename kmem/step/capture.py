@@ -13,9 +13,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base import patching
 from kmem.base.private_keras import all_layers
 from kmem.base.private_keras import tf_variable
-from kmem.step import patching
 
 
 class LossReached(BaseException):
@@ -99,18 +99,16 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
     def refuse(*args, **kwargs):
         _refuse_second_update(model)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patching.attribute(model, "optimizer", optimizer))
-        for name, replacement in (
-            ("apply", lambda _: apply),
-            ("scale_loss", scaling),
-        ):
-            stack.enter_context(patching.method(optimizer, name, replacement))
+    def changes():
+        yield patching.attribute(model, "optimizer", optimizer)
+        yield patching.method(optimizer, "apply", lambda _: apply)
+        yield patching.method(optimizer, "scale_loss", scaling)
         inner = getattr(optimizer, "inner_optimizer", None)
         for other in optimizers(model):
             if other is not optimizer and other is not inner:
-                change = patching.method(other, "apply", lambda _: refuse)
-                stack.enter_context(change)
+                yield patching.method(other, "apply", lambda _: refuse)
+
+    with patching.together(changes()):
         yield update
 
 

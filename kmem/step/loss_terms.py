@@ -13,22 +13,18 @@ counts as a mean over rows.
 import contextlib
 import dataclasses
 import functools
-import threading
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kmem.base import patching
 from kmem.base.private_keras import loss as keras_loss
-from kmem.step import patching
 
 ROWS = "rows"
 SUM = "sum"
 
 _reduce = keras_loss.reduce_weighted_values
-_local = threading.local()
-_lock = threading.Lock()
-_num_active = 0
 
 
 class LossTerms:
@@ -172,23 +168,27 @@ def recording(terms: LossTerms, layers=()):
         layers: Layers whose activity regularizers are recorded too, where
             Keras adds them up.
     """
-    before = getattr(_local, "terms", None)
-    _local.terms = terms
-    _hook(+1)
-    try:
-        with contextlib.ExitStack() as stack:
-            for layer in layers:
-                penalty = layer.activity_regularizer
-                if penalty is not None and _activities_add_up():
-                    summed = functools.partial(_summing, terms)
-                    change = patching.method(
-                        layer, "activity_regularizer", summed
-                    )
-                    stack.enter_context(change)
-            yield terms
-    finally:
-        _hook(-1)
-        _local.terms = before
+
+    def reduced(
+        values,
+        sample_weight=None,
+        mask=None,
+        reduction="sum_over_batch_size",
+        dtype=None,
+    ):
+        return terms.reduced(values, sample_weight, mask, reduction, dtype)
+
+    def changes():
+        yield patching.method(
+            keras_loss, "reduce_weighted_values", lambda _: reduced
+        )
+        for layer in layers:
+            if layer.activity_regularizer is not None and _activities_add_up():
+                summed = functools.partial(_summing, terms)
+                yield patching.method(layer, "activity_regularizer", summed)
+
+    with patching.together(changes()):
+        yield terms
 
 
 def _summing(terms: LossTerms, penalty):
@@ -205,26 +205,3 @@ def _activities_add_up() -> bool:
         layer = keras.layers.ActivityRegularization(l2=1.0, dtype="float32")
         layer(tf.ones((2, 1)))
         return float(layer.losses[0]) > 1.5
-
-
-def _hook(change: int) -> None:
-    # Counted, since the replicas of a strategy run in threads of their own.
-    global _num_active
-    with _lock:
-        _num_active += change
-        keras_loss.reduce_weighted_values = (
-            _reduce_in_terms if _num_active else _reduce
-        )
-
-
-def _reduce_in_terms(
-    values,
-    sample_weight=None,
-    mask=None,
-    reduction="sum_over_batch_size",
-    dtype=None,
-):
-    terms = getattr(_local, "terms", None)
-    if terms is None:
-        return _reduce(values, sample_weight, mask, reduction, dtype)
-    return terms.reduced(values, sample_weight, mask, reduction, dtype)

@@ -22,8 +22,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base import patching
 from kmem.base.private_keras import all_layers
-from kmem.step import patching
 
 
 class LayerState:
@@ -181,14 +181,15 @@ def counting_share(model: keras.Model, share) -> Iterator[Results]:
 
         return update
 
-    with contextlib.ExitStack() as stack:
+    def changes():
         for metric in model.metrics:
-            changes: dict[str, Callable] = {"result": recording_result}
+            result = functools.partial(recording_result, metric)
+            yield patching.method(metric, "result", result)
             if type(metric).update_state is keras.metrics.Mean.update_state:
-                changes["update_state"] = weighted_update
-            for name, change in changes.items():
-                replacement = functools.partial(change, metric)
-                stack.enter_context(patching.method(metric, name, replacement))
+                update = functools.partial(weighted_update, metric)
+                yield patching.method(metric, "update_state", update)
+
+    with patching.together(changes()):
         yield results
 
 

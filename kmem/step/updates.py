@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from kmem.base import patching
 from kmem.graph import fusion
 from kmem.graph.ordering import Order
 from kmem.options import MemoryOptions
 from kmem.step import batches
-from kmem.step import patching
 from kmem.step.capture import has_default_step
 
 # How many arrays of a variable's size an update takes at most: its gradient,

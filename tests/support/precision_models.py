@@ -9,8 +9,8 @@ import tensorflow as tf
 from keras import layers
 
 from kmem import precision
+from kmem.base import patching
 from kmem.precision import guards
-from kmem.step import patching
 
 DTYPES = ("bfloat16", "float16")
 

@@ -10,11 +10,16 @@ that a thread replaces is the old one in the threads that it starts.
 """
 
 import contextlib
+import contextvars
 import functools
 import threading
+import types
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from typing import Any
+
+Context = contextlib.AbstractContextManager[Any]
 
 _MISSING = object()
 _lock = threading.RLock()
@@ -77,6 +82,25 @@ def method(
                     del _methods[key]
 
 
+@contextlib.contextmanager
+def setting(variable: contextvars.ContextVar, value) -> Iterator[None]:
+    """Within, a context variable has a value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
+def together(contexts: Iterable[Context]) -> Iterator[None]:
+    """Enters contexts, each made when those before it are entered."""
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 class _Attribute:
     """An attribute that is replaced, and what it was."""
 
@@ -85,8 +109,9 @@ class _Attribute:
         self._name = name
         self._before = before
         self._entries: list[list] = []
-        # What sets an attribute of an object, or of a class.
-        self._own = type if isinstance(instance, type) else object
+        # What sets an attribute past what its class makes of that.
+        kinds = type, types.ModuleType, object
+        self._own = next(kind for kind in kinds if isinstance(instance, kind))
 
     def enter(self, value) -> list:
         entry = [value]

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from kmem.step import patching
+from kmem.base import patching
 
 
 class Greeter:
