@@ -24,9 +24,8 @@ import time
 
 from kmem.planning import choosing
 from kmem.planning import flat
-from kmem.planning import genetic
 from kmem.planning.bounds import InfeasibleBudget
-from kmem.planning.genetic import Genetic
+from kmem.planning.flat import Genetic
 from kmem.planning.network import Network
 from kmem.planning.network import Stage
 
@@ -86,10 +85,10 @@ def rows(network: Network):
     ways = {
         "optimal": solver.within,
         "sqrt": lambda budget: flat.sqrt(network, budget_bytes=budget),
-        "genetic, as is": lambda budget: genetic.search(
+        "genetic, as is": lambda budget: flat.search(
             network, Genetic(), budget
         ),
-        "genetic, 20 generations": lambda budget: genetic.search(
+        "genetic, 20 generations": lambda budget: flat.search(
             network, Genetic(genetic_nr_iter=20), budget
         ),
         "equal lengths": lambda budget: equal(network, budget),

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # For editors: what `_MODULES` says.
     from kmem.options import MixedPrecision as MixedPrecision
     from kmem.options import Remat as Remat
     from kmem.options import Sharding as Sharding
-    from kmem.planning.genetic import Genetic as Genetic
+    from kmem.planning.flat import Genetic as Genetic
     from kmem.planning.plan import Plan as Plan
     from kmem.reporting import report as report
     from kmem.sharding.training import ShardedStrategy as ShardedStrategy
@@ -51,7 +51,7 @@ _MODULES = {
     "kmem.model": "Model wrap",
     "kmem.options": "DTR GradientAccumulation MemoryOptions MicroBatches "
     "MixedPrecision Remat Sharding",
-    "kmem.planning.genetic": "Genetic",
+    "kmem.planning.flat": "Genetic",
     "kmem.planning.plan": "Plan",
     "kmem.reporting": "report",
     "kmem.sharding.training": "ShardedStrategy",

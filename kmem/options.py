@@ -26,7 +26,7 @@ from kmem.base.checks import one_of
 from kmem.base.checks import positive_int
 from kmem.base.checks import set_fields
 from kmem.base.sizes import parse_size
-from kmem.planning.genetic import Genetic
+from kmem.planning.flat import Genetic
 from kmem.planning.plan import Plan
 
 

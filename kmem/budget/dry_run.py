@@ -14,11 +14,11 @@ import tensorflow as tf
 
 from kmem import memory
 from kmem.budget import tuning
+from kmem.fit import undoing
 from kmem.fit.session import Session
 from kmem.sharding import agreeing
 from kmem.sharding.engine import Engine
 from kmem.step import batches
-from kmem.step import snapshot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def dry_run(
     Returns:
         What a step took in this process, or `None` if it ran out of memory.
     """
-    with snapshot.unchanged(state, model.metrics):
+    with undoing.unchanged(state, model.metrics):
         try:
             with training:
                 feed = _feed(model.distribute_strategy, batch, in_fit)

@@ -25,12 +25,12 @@ from kmem.budget.correction import Learned
 from kmem.budget.dry_run import Measurement
 from kmem.fit.session import Session
 from kmem.graph import control
-from kmem.keras_graph import matching
+from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
 from kmem.options import MemoryOptions
 from kmem.options import Remat
 from kmem.planning.choosing import Chooser
-from kmem.planning.genetic import Genetic
+from kmem.planning.flat import Genetic
 from kmem.planning.network import Network
 from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
@@ -186,7 +186,7 @@ def make_plan(
     with precision.applied(model, options.mixed_precision):
         recording = profiling.record_batch(model, microbatch)
         key = (
-            *(matching.structure(recording), batches.to_json(batch), rest),
+            *(applying.structure(recording), batches.to_json(batch), rest),
             *(remat.solver, costs, profiling.mode(model), in_order),
             *(type(getattr(model, "optimizer", None)), group.size),
             keeps_gradients,

@@ -21,8 +21,9 @@ from kmem.budget import dry_run
 from kmem.budget import planner
 from kmem.budget import tuning
 from kmem.budget.dry_run import Measurement
+from kmem.fit import undoing
 from kmem.fit.session import Session
-from kmem.keras_graph import matching
+from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
 from kmem.options import MemoryOptions
 from kmem.options import MicroBatches
@@ -31,7 +32,6 @@ from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
 from kmem.step import batches
 from kmem.step import capture
-from kmem.step import snapshot
 
 # What was measured in this process: peaks without what else was in memory,
 # and how many times as long one step takes as another.
@@ -268,7 +268,7 @@ def ratio_in_turns(
     state = {id(v): v for variables in changes for v in variables}
     metrics = sessions[0].model.metrics
     turns: list[tuple[float, float]] = []
-    with snapshot.unchanged(list(state.values()), metrics):
+    with undoing.unchanged(list(state.values()), metrics):
         try:
             # The first turn traces.
             while len(turns) <= tuning.NUM_TURNS:
@@ -310,7 +310,7 @@ def _key(model: keras.Model, batch: Any) -> str:
     for name in ("name", "learning_rate"):
         config.pop(name, None)
     key = (
-        matching.structure(recording),
+        applying.structure(recording),
         [(v.shape, v.dtype, v.trainable) for v in model.variables],
         type(model.optimizer).__name__,
         sorted(config.items()),

@@ -31,6 +31,7 @@ from kmem.budget.report import MemoryReport
 from kmem.budget.report import describe
 from kmem.budget.report import received_budget
 from kmem.fit import pipeline
+from kmem.fit import undoing
 from kmem.fit.session import Session
 from kmem.fit.session import compiled_state
 from kmem.fit.session import guarded
@@ -39,7 +40,6 @@ from kmem.options import Sharding
 from kmem.sharding import agreeing
 from kmem.sharding.engine import engine
 from kmem.step import batches
-from kmem.step import snapshot
 
 _SESSIONS = "_kmem_budgeted"
 _NOTHING_LESS = (
@@ -61,7 +61,7 @@ class _Bucket:
     # Whether nothing that needs less is known.
     is_least: bool = False
     num_steps: int = 0
-    reader: snapshot.Reader | None = None
+    reader: undoing.Reader | None = None
     # The `repr` of what `fit` knows of its batches, and a function of one.
     function: tuple[str, Callable] | None = None
 
@@ -71,7 +71,7 @@ class _Bucket:
             self.function = repr(spec), self.session.on_batch(spec)
         return self.function[1]
 
-    def read_state(self) -> snapshot.Reader:
+    def read_state(self) -> undoing.Reader:
         """Reads what a step changes; the first one may make variables."""
         self.reader = self.session.changes.reader(self.reader)
         return self.reader
@@ -198,7 +198,7 @@ class BudgetedSession:
             if attempt > 1:
                 less = int(tuning.OUT_OF_MEMORY_STEP * self._budget)
                 bucket = self._with_less(bucket, less, message)
-            state = snapshot.State(bucket.read_state(), self.model.metrics)
+            state = undoing.State(bucket.read_state(), self.model.metrics)
             with memory.track() as usage:
                 logs, message = _run(bucket.step(self._spec), batch)
             if not message:

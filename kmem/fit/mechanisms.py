@@ -22,7 +22,6 @@ from kmem.fit import pipeline
 from kmem.fit.undoing import Changes
 from kmem.graph import ordering
 from kmem.keras_graph import applying
-from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
 from kmem.options import DTR
 from kmem.options import MemoryOptions
@@ -133,7 +132,7 @@ class Planned(Mechanism):
         batch = batches.from_json(plan.batch)
         with precision.applied(model, options.mixed_precision):
             recording = profiling.record_batch(model, batch)
-        matching.check(plan.network, recording)
+        applying.check(plan.network, recording)
         self._frame = recording.frame
 
     def computing(self, training: bool) -> Context:

@@ -30,7 +30,6 @@ from kmem.budget.correction import Learned
 from kmem.budget.dry_run import Measurement
 from kmem.fit import pipeline
 from kmem.keras_graph import applying
-from kmem.keras_graph import matching
 from kmem.keras_graph import profiling
 from kmem.options import Remat
 from kmem.planning.bounds import InfeasibleBudget
@@ -251,7 +250,7 @@ def _enlarged(network: Network, factor: float) -> Network:
 
 def _drawing(recording, mode: str) -> Network:
     """What one forward and backward pass of a model needs."""
-    key = matching.structure(recording), mode
+    key = applying.structure(recording), mode
     if key not in _drawings:
         _drawings[key] = profiling.measure(
             recording, memory.is_counted(), compiled=mode == "xla"
@@ -266,7 +265,7 @@ def _owner(plan: Plan, recordings: list) -> int:
     errors = []
     for number, recording in enumerate(recordings):
         try:
-            matching.check(plan.network, recording)
+            applying.check(plan.network, recording)
             return number
         except ValueError as error:
             errors.append(error)

@@ -17,11 +17,10 @@ import math
 import numpy as np
 
 from kmem.planning import flat
-from kmem.planning import genetic
 from kmem.planning.bounds import check_budget
 from kmem.planning.bounds import seconds_lower_bound
+from kmem.planning.flat import Genetic
 from kmem.planning.flat import Point
-from kmem.planning.genetic import Genetic
 from kmem.planning.line import Line
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
@@ -178,5 +177,5 @@ class Chooser:
 
     def _flat(self, budget_bytes: int | None) -> Point:
         if isinstance(self.solver, Genetic):
-            return genetic.search(self.network, self.solver, budget_bytes)
+            return flat.search(self.network, self.solver, budget_bytes)
         return flat.sqrt(self.network, budget_bytes=budget_bytes)

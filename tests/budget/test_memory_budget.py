@@ -18,9 +18,9 @@ from kmem.budget import planner
 from kmem.budget import timing
 from kmem.budget import tuning
 from kmem.budget.report import describe
+from kmem.fit import undoing
 from kmem.fit.session import Session
 from kmem.step import batches
-from kmem.step import snapshot
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -541,7 +541,7 @@ class _Squeezes(keras.callbacks.Callback):
         self._needed = 0
         squeezes = self
 
-        class State(snapshot.State):
+        class State(undoing.State):
             def __init__(self, variables, metrics):
                 super().__init__(variables, metrics)
                 squeezes.begin()
@@ -550,7 +550,7 @@ class _Squeezes(keras.callbacks.Callback):
                 kmem.memory.limit(None, device="CPU")
                 super().restore()
 
-        monkeypatch.setattr(snapshot, "State", State)
+        monkeypatch.setattr(undoing, "State", State)
         self._fails = True
 
     def begin(self):

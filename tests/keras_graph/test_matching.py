@@ -3,7 +3,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from kmem.keras_graph import matching
+from kmem.keras_graph import applying
 from kmem.keras_graph.profiling import measure
 from kmem.keras_graph.profiling import record_batch
 
@@ -24,7 +24,7 @@ def network():
 
 def test_names_may_differ_in_their_numbers(network):
     """Keras counts layers in the order in which a program makes them."""
-    matching.check(network, record(dense(), dense()))
+    applying.check(network, record(dense(), dense()))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_names_may_differ_in_their_numbers(network):
 )
 def test_a_difference_is_named(network, block, rows, difference):
     with pytest.raises(ValueError, match="plan for this model") as error:
-        matching.check(network, record(*block, rows=rows))
+        applying.check(network, record(*block, rows=rows))
 
     assert error.match(difference.replace("dense_1", r"dense_?\d*"))
 
@@ -51,4 +51,4 @@ def test_other_connections_are_named(network):
     model = keras.Model(inputs, [first, second])
 
     with pytest.raises(ValueError, match="is connected otherwise"):
-        matching.check(network, record_batch(model, tf.TensorSpec((4, 6))))
+        applying.check(network, record_batch(model, tf.TensorSpec((4, 6))))

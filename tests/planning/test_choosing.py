@@ -4,7 +4,7 @@ import pytest
 from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.choosing import MAX_SLOWDOWN
 from kmem.planning.choosing import Chooser
-from kmem.planning.genetic import Genetic
+from kmem.planning.flat import Genetic
 
 GENETIC = Genetic(thresh_nr_try=2, genetic_nr_iter=2, num_worker=1)
 

@@ -4,13 +4,13 @@ import planning_cases as cases
 import pytest
 
 from kmem.planning import choosing
-from kmem.planning import genetic
+from kmem.planning import flat
 from kmem.planning.bounds import InfeasibleBudget
-from kmem.planning.genetic import Genetic
+from kmem.planning.flat import Genetic
 
 
 def _peak(network, **options) -> int:
-    plan = genetic.search(network, Genetic(**options)).segments
+    plan = flat.search(network, Genetic(**options)).segments
     assert cases.is_allowed(network, plan)
     assert not any(segment.inner for segment in plan)
     return cases.cost(network, plan)[0]
@@ -35,7 +35,7 @@ def test_the_genetic_search_finds_what_thresholds_miss():
 def test_the_search_repeats():
     network = cases.random_network(random.Random(0), 25)
     options = Genetic(genetic_nr_iter=5)
-    plans = {genetic.search(network, options).segments for _ in range(2)}
+    plans = {flat.search(network, options).segments for _ in range(2)}
     assert len(plans) == 1
 
 
@@ -43,7 +43,7 @@ def test_speed_is_given_back_up_to_the_lower_bound():
     network = cases.chain([10**6] * 65, [10**6] * 64, [1] * 64)
     costs = [
         cases.cost(
-            network, genetic.search(network, Genetic(lb_memory_mb=n)).segments
+            network, flat.search(network, Genetic(lb_memory_mb=n)).segments
         )
         for n in (0, 30, 50, 100)
     ]
@@ -56,20 +56,20 @@ def test_speed_is_given_back_up_to_the_lower_bound():
 
 def test_a_budget_is_kept_and_used():
     network = cases.chain([1] * 65, [1] * 64, [1] * 64)
-    smallest = cases.cost(network, genetic.search(network).segments)
-    plan = genetic.search(network, budget_bytes=40).segments
+    smallest = cases.cost(network, flat.search(network).segments)
+    plan = flat.search(network, budget_bytes=40).segments
     assert cases.cost(network, plan)[0] <= 40
     assert cases.cost(network, plan)[1] < smallest[1]
     with pytest.raises(
         InfeasibleBudget, match=f"smallest known is {smallest[0]};"
     ):
-        genetic.search(network, budget_bytes=smallest[0] - 1)
+        flat.search(network, budget_bytes=smallest[0] - 1)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_never_beats_the_optimal_plans_of_a_chain(seed):
     network = cases.random_chain(random.Random(seed), 20)
-    plan = genetic.search(network, Genetic(genetic_nr_iter=5)).segments
+    plan = flat.search(network, Genetic(genetic_nr_iter=5)).segments
     peak_bytes, seconds = cases.cost(network, plan)
     best = choosing.ChainSolver(network).within(peak_bytes)
     assert best.seconds <= seconds

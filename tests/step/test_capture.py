@@ -5,9 +5,9 @@ import pytest
 import tensorflow as tf
 
 from kmem.base.private_keras import all_layers
+from kmem.fit import undoing
 from kmem.step import capture
 from kmem.step import metrics
-from kmem.step import snapshot
 
 
 @pytest.fixture
@@ -104,13 +104,13 @@ def test_layers_are_found_at_any_depth_the_outermost_first(model):
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 def test_a_reader_reads_values_anew(dtype, shape):
     variable = tf.Variable(tf.zeros(shape, dtype))
-    reader = snapshot.Reader([variable])
+    reader = undoing.Reader([variable])
     (first,) = reader.read()
     np.testing.assert_array_equal(first, variable.numpy())
     variable.assign(tf.cast(tf.ones(shape), dtype))
     (second,) = reader.read()
     np.testing.assert_array_equal(second, variable.numpy())
-    state = snapshot.State(reader, [])
+    state = undoing.State(reader, [])
     variable.assign(tf.zeros(shape, dtype))
     state.restore()
     np.testing.assert_array_equal(variable.numpy(), second)
