@@ -6,7 +6,10 @@ if it happens in a step; if another callback raises, the model trains with
 the options' function until its next `fit` or `compile`.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
+from typing import ParamSpec
 
 import keras
 
@@ -22,6 +25,8 @@ from kmem.fit.session import Session
 from kmem.planning.plan import Plan
 from kmem.sharding.resuming import ShardedCheckpoint as ShardedCheckpoint
 from kmem.step import batches
+
+_P = ParamSpec("_P")
 
 
 class EndOfGroup(keras.callbacks.Callback):
@@ -42,6 +47,9 @@ class EndOfGroup(keras.callbacks.Callback):
 
 class MemoryOptions(EndOfGroup):
     """Trains a plain `keras.Model` under memory options.
+
+    Under `sharding`, what shuffles the data has to be seeded alike in all
+    processes: `fit` has begun when a callback is asked.
 
     Args:
         **arguments: The memory options of `kmem.Model.fit`.
@@ -136,49 +144,27 @@ def _check_alone(option: options.MemoryOptions) -> None:
         )
 
 
-class MicroBatches(MemoryOptions):
-    """`MemoryOptions(microbatches=...)`, from `kmem.MicroBatches`' fields."""
+def _of_one(
+    name: str, option: Callable[_P, Any]
+) -> Callable[_P, MemoryOptions]:
+    """A callback of one option, made from the fields of the option's class."""
 
-    def __init__(self, count: int):
-        super().__init__(microbatches=options.MicroBatches(count))
+    @functools.wraps(option.__init__)
+    def init(self, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        MemoryOptions.__init__(self, **{name: option(*args, **kwargs)})
 
-
-class GradientAccumulation(MemoryOptions):
-    """`MemoryOptions(gradient_accumulation_steps=...)`, likewise."""
-
-    def __init__(self, steps: int):
-        option = options.GradientAccumulation(steps)
-        super().__init__(gradient_accumulation_steps=option)
-
-
-class MixedPrecision(MemoryOptions):
-    """`MemoryOptions(mixed_precision=...)`, likewise."""
-
-    def __init__(self, *args, **kwargs):
-        option = options.MixedPrecision(*args, **kwargs)
-        super().__init__(mixed_precision=option)
+    kind = option.__name__
+    says = f"`MemoryOptions({name}=...)`, from `kmem.{kind}`'s fields."
+    members = {"__init__": init, "__doc__": says, "__module__": __name__}
+    made: Any = type(kind, (MemoryOptions,), members)
+    return made
 
 
-class Remat(MemoryOptions):
-    """`MemoryOptions(remat=...)`, likewise."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(remat=options.Remat(*args, **kwargs))
-
-
-class DTR(MemoryOptions):
-    """`MemoryOptions(dtr=...)`, likewise."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(dtr=options.DTR(*args, **kwargs))
-
-
-class Sharding(MemoryOptions):
-    """`MemoryOptions(sharding=...)`, likewise.
-
-    What shuffles the data has to be seeded alike in all processes: `fit` has
-    begun when a callback is asked.
-    """
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(sharding=options.Sharding(*args, **kwargs))
+MicroBatches = _of_one("microbatches", options.MicroBatches)
+GradientAccumulation = _of_one(
+    "gradient_accumulation_steps", options.GradientAccumulation
+)
+MixedPrecision = _of_one("mixed_precision", options.MixedPrecision)
+Remat = _of_one("remat", options.Remat)
+DTR = _of_one("dtr", options.DTR)
+Sharding = _of_one("sharding", options.Sharding)

@@ -321,7 +321,7 @@ def _session(model, options: MemoryOptions, arguments):
     verbose = 0 if arguments.get("verbose", "auto") in (0, 2) else 1
     if options.memory_budget is None and options.remat is None:
         return Session.of(model, options)
-    batch = batches.fit_batch(arguments)
+    batch = pipeline.fit_batch(arguments)
     reserved = 0 if batch is None else pipeline.held_bytes(arguments, batch)
     if options.memory_budget is None:
         plan = planner.plan_for(model, options, batch, reserved, verbose)

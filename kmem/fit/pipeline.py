@@ -1,11 +1,13 @@
-"""What an input pipeline holds on the device, besides the batch of a step.
+"""The batches that `fit` will train on, and what its input pipeline holds.
 
-That is nothing unless the device is the CPU. How many batches are ready
-tf.data decides as it runs: with the arrays that Keras is given it was seen to
-be three.
+The pipeline holds nothing unless the device is the CPU. How many batches are
+ready tf.data decides as it runs: with the arrays that Keras is given it was
+seen to be three.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import keras
@@ -14,6 +16,54 @@ import tensorflow as tf
 from kmem.step import batches
 
 BATCHES_READY = 3
+_KERAS_BATCH_SIZE = 32  # What `fit` takes if it is not told.
+
+
+def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
+    """What `train_step` will get first, as `tf.TensorSpec`s.
+
+    Args:
+        arguments: Those of `fit`. A generator among them gives its first
+            batch away to be looked at, and is put together again.
+
+    Returns:
+        `(x, y, sample_weight)` or less, or `None` if that is not known.
+    """
+    x = arguments.get("x")
+    if isinstance(x, tf.data.Dataset):
+        return batches.specs_of(next(iter(x.take(1))))
+    if isinstance(x, keras.utils.PyDataset):
+        return batches.specs_of(x[0])
+    if isinstance(x, Iterator):
+        first = next(x)
+        arguments["x"] = _chained(first, x)
+        return batches.specs_of(first)
+    rows = batch_rows(arguments)
+    if rows is None:
+        return None
+    data = [x, arguments.get("y"), arguments.get("sample_weight")]
+    specs = [batches.with_rows(batches.specs_of(part), rows) for part in data]
+    if arguments.get("class_weight") is not None:
+        # Keras makes weights of rows of it.
+        specs[2] = tf.TensorSpec([rows], keras.config.floatx())
+    while specs[-1] is None:
+        specs.pop()
+    return specs[0] if len(specs) == 1 else tuple(specs)
+
+
+def batch_rows(arguments: MutableMapping[str, Any]) -> int | None:
+    """The number of rows of `fit`'s batches, if that can be told at once."""
+    x = arguments.get("x")
+    if isinstance(x, tf.data.Dataset):
+        return batches.num_rows(x.element_spec)
+    if isinstance(x, keras.utils.PyDataset):
+        return batches.num_rows(x[0])
+    total = batches.num_rows(x)
+    if total is None:
+        return None
+    share = 1 - (arguments.get("validation_split") or 0)
+    batch_size = arguments.get("batch_size") or _KERAS_BATCH_SIZE
+    return min(batch_size, int(total * share))
 
 
 def held_bytes(arguments: Mapping[str, Any], batch) -> int:
@@ -52,3 +102,9 @@ def in_hand_bytes(batch) -> int:
         for leaf in keras.tree.flatten(batch)
         if isinstance(leaf, tf.Tensor) and f":{kind}:" in leaf.device
     )
+
+
+def _chained(first, rest: Iterator) -> Iterator:
+    """A generator, since Keras takes no other iterator."""
+    yield first
+    yield from rest

@@ -11,9 +11,9 @@ import keras
 import tensorflow as tf
 
 from kmem.base.private_keras import all_layers
+from kmem.fit import pipeline
 from kmem.options import MemoryOptions
 from kmem.sharding import refusals
-from kmem.step import batches
 
 _TRACED_APART = ("microbatches", "gradient_accumulation_steps", "remat")
 _SPLITTING = ("microbatches", "memory_budget", "sharding")
@@ -137,7 +137,7 @@ def check_batch(
             _check_is_dense(arguments, name)
     if options.microbatches is None:
         return
-    rows = batches.batch_rows(arguments)
+    rows = pipeline.batch_rows(arguments)
     if rows is not None and rows < options.microbatches.count:
         raise ValueError(
             "`microbatches` must not be larger than the batch. Received: "

@@ -22,6 +22,8 @@ import keras
 import tensorflow as tf
 
 from kmem.base import private_keras
+from kmem.base.patching import Context
+from kmem.base.patching import attribute
 from kmem.base.private_keras import all_layers
 from kmem.options import Sharding
 from kmem.sharding import slices
@@ -261,8 +263,7 @@ class ShardedStrategy:
         self.rank = self._engine.rank
         self._num_weights = 0
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> Context:
         """Within, layers cut their weights as they make them.
 
         A model that is built later, by its first batch, is cut then, if that
@@ -280,8 +281,4 @@ class ShardedStrategy:
                 variable.shard.stays = True
             return variable
 
-        keras.layers.Layer.add_weight = add_shard
-        try:
-            yield
-        finally:
-            keras.layers.Layer.add_weight = add_weight
+        return attribute(keras.layers.Layer, "add_weight", add_shard)

@@ -1,63 +1,12 @@
-"""The shapes of the batches that `fit` will train on, before it starts."""
+"""The shapes of batches, and random data of them."""
 
 import json
 import operator
-from collections.abc import Iterator
-from collections.abc import MutableMapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-
-_KERAS_BATCH_SIZE = 32  # What `fit` takes if it is not told.
-
-
-def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
-    """What `train_step` will get first, as `tf.TensorSpec`s.
-
-    Args:
-        arguments: Those of `fit`. A generator among them gives its first
-            batch away to be looked at, and is put together again.
-
-    Returns:
-        `(x, y, sample_weight)` or less, or `None` if that is not known.
-    """
-    x = arguments.get("x")
-    if isinstance(x, tf.data.Dataset):
-        return specs_of(next(iter(x.take(1))))
-    if isinstance(x, keras.utils.PyDataset):
-        return specs_of(x[0])
-    if isinstance(x, Iterator):
-        first = next(x)
-        arguments["x"] = _chained(first, x)
-        return specs_of(first)
-    rows = batch_rows(arguments)
-    if rows is None:
-        return None
-    data = [x, arguments.get("y"), arguments.get("sample_weight")]
-    specs = [with_rows(specs_of(part), rows) for part in data]
-    if arguments.get("class_weight") is not None:
-        # Keras makes weights of rows of it.
-        specs[2] = tf.TensorSpec([rows], keras.config.floatx())
-    while specs[-1] is None:
-        specs.pop()
-    return specs[0] if len(specs) == 1 else tuple(specs)
-
-
-def batch_rows(arguments: MutableMapping[str, Any]) -> int | None:
-    """The number of rows of `fit`'s batches, if that can be told at once."""
-    x = arguments.get("x")
-    if isinstance(x, tf.data.Dataset):
-        return num_rows(x.element_spec)
-    if isinstance(x, keras.utils.PyDataset):
-        return num_rows(x[0])
-    total = num_rows(x)
-    if total is None:
-        return None
-    share = 1 - (arguments.get("validation_split") or 0)
-    batch_size = arguments.get("batch_size") or _KERAS_BATCH_SIZE
-    return min(batch_size, int(total * share))
 
 
 def num_rows(data) -> int | None:
@@ -138,12 +87,6 @@ def describe(batch) -> str:
         for spec in keras.tree.flatten(batch)
         if spec is not None
     )
-
-
-def _chained(first, rest: Iterator) -> Iterator:
-    """A generator, since Keras takes no other iterator."""
-    yield first
-    yield from rest
 
 
 def _spec(leaf) -> tf.TensorSpec | None:

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from kmem.fit import pipeline
 from kmem.step import batches
 
 ROWS = np.zeros((50, 3), "float32")
@@ -62,21 +63,21 @@ class Rows(keras.utils.PyDataset):
     ],
 )
 def test_the_first_batch_of_fit_is_known_beforehand(arguments, want):
-    assert batches.fit_batch(dict(arguments)) == want
+    assert pipeline.fit_batch(dict(arguments)) == want
 
 
 def test_a_generator_keeps_its_first_batch():
     made = [(ROWS[:4], ROWS[:4, :1]), (ROWS[:2], ROWS[:2, :1])]
     arguments = {"x": iter(made)}
 
-    found = batches.fit_batch(arguments)
+    found = pipeline.fit_batch(arguments)
 
     assert found == (tf.TensorSpec((4, 3)), tf.TensorSpec((4, 1)))
     assert [len(x) for x, _ in arguments["x"]] == [4, 2]
 
 
 def test_a_batch_of_unknown_rows_is_none():
-    assert batches.fit_batch({"x": None}) is None
+    assert pipeline.fit_batch({"x": None}) is None
 
 
 @pytest.mark.parametrize(
