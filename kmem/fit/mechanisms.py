@@ -38,11 +38,7 @@ from kmem.step.parts import Alone
 
 
 class WholeStep(Mechanism):
-    """The model's own step, which computes a gradient and applies it.
-
-    Attributes:
-        layers_that_see_parts: As in `GradientStep`.
-    """
+    """The model's own step, which computes a gradient and applies it."""
 
     layers_that_see_parts: list[keras.layers.Layer] = []
 
@@ -120,11 +116,7 @@ class SplitStep(WholeStep):
 
 
 class Planned(Mechanism):
-    """Changes how a training step calls the layers of a plan's segments.
-
-    Raises:
-        ValueError: If it is a plan for another model.
-    """
+    """Changes how a training step calls the layers of a plan's segments."""
 
     def __init__(self, model: keras.Model, options: MemoryOptions, plan: Plan):
         self._model = model

@@ -49,10 +49,6 @@ class Session:
         is_users: Whether a user trains: a step that fails is undone then, and
             layers that see parts of batches are named.
 
-    Attributes:
-        changes: What a step changes.
-        step: How a step is taken.
-
     Raises:
         ValueError: If the model is not compiled, or an option cannot work
             with it.

@@ -24,9 +24,6 @@ def check(network: Network, recording: Recording) -> None:
     """Checks that a network is what was recorded.
 
     Names may differ in the numbers that Keras puts at their ends.
-
-    Raises:
-        ValueError: If it is not; the message names the first difference.
     """
     difference = _difference(network, recording)
     if difference:

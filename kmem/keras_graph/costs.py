@@ -48,10 +48,7 @@ class Cost:
         gradients: Which of its tensor arguments get a gradient.
         passed: Which of them get the gradient of the result itself.
         residual_bytes: What its gradient reads besides.
-        gradient_bytes: The gradients of its variables.
         parameter_bytes: Its variables.
-        forward_seconds: Of the forward pass.
-        backward_seconds: Of the gradient.
         forward_workspace_bytes: Besides arguments and results.
         backward_workspace_bytes: Besides all of the above.
     """

@@ -39,7 +39,6 @@ class Derivatives(abc.ABC):
             done anyway if there are several micro-batches.
 
     Attributes:
-        optimizer: What updates the level.
         workers: The processes that compute a batch together.
     """
 

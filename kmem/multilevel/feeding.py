@@ -15,11 +15,7 @@ from kmem.step import batches
 
 
 def check(data: Any, names: Iterable[str]) -> None:
-    """Checks what `fit` is given.
-
-    Raises:
-        ValueError: If it is not a data set for each level.
-    """
+    """Checks what `fit` is given."""
     names = list(names)
     if not isinstance(data, dict) or sorted(data) != sorted(names):
         received = sorted(data) if isinstance(data, dict) else type(data)

@@ -26,11 +26,7 @@ from kmem.step import loss_terms
 
 
 def value(loss: Callable, arguments: tuple, name: str) -> tf.Tensor:
-    """What the loss of a level is, in 32 bits at least.
-
-    Raises:
-        ValueError: If that is no scalar.
-    """
+    """What the loss of a level is, in 32 bits at least."""
     means: Any = loss_terms.Means()
     with loss_terms.recording(means):
         result = loss(*arguments)

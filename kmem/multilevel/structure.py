@@ -101,11 +101,7 @@ class Structure:
 
 
 def check_levels(levels: Any) -> None:
-    """Checks what a program is made of.
-
-    Raises:
-        ValueError: If it is not a list of levels of different names.
-    """
+    """Checks what a program is made of."""
     if not isinstance(levels, list | tuple) or not levels:
         raise ValueError(
             "`levels` must be a list of levels, lowest first: levels that read "
@@ -161,11 +157,7 @@ def find_edges(
 def choose_edges(
     levels: list[Level], edges: Edges, chosen: Iterable[tuple[str, str]]
 ) -> Edges:
-    """Of the edges that there are, those that the user names.
-
-    Raises:
-        ValueError: If there is no such edge.
-    """
+    """Of the edges that there are, those that the user names."""
     names = [level.name for level in levels]
     by_name = {(names[a], names[b]): (a, b) for a, b in edges}
     pairs: list[Any] = list(map(tuple, chosen))

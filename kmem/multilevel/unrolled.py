@@ -25,12 +25,10 @@ class Step:
     """An update of a level.
 
     Attributes:
-        batch: Its batch.
         state: What the loss assigns, such as random seeds, before it.
         gradients: What the level gave to be applied, before it was clipped.
         values: The level's variables before it.
         velocities: Those of its optimizer before it.
-        learning_rate: That of the update.
         number: The updates that the optimizer had made before.
         made: Whether it was made: a scaled loss may overflow.
     """

@@ -123,11 +123,7 @@ class SeveralProcesses(Slices, OneProcess):
 
 
 def check(program: keras.Model, levels: list, option: Sharding) -> None:
-    """Checks whether levels can be trained in shards.
-
-    Raises:
-        ValueError: If they cannot.
-    """
+    """Checks whether levels can be trained in shards."""
     plain = Sharding(stage=option.stage, cpu_offload=option.cpu_offload)
     if option.stage == "full" or option != plain:
         raise ValueError(

@@ -127,7 +127,6 @@ class Chooser:
     """The plans of one solver for one network.
 
     Attributes:
-        network: The network.
         solver: `"optimal"`, `"sqrt"` or `Genetic(...)`.
     """
 

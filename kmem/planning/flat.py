@@ -30,13 +30,7 @@ from kmem.planning.network import Segment
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A plan and what it costs.
-
-    Attributes:
-        peak_bytes: Its simulated peak.
-        seconds: Its simulated time.
-        segments: The plan.
-    """
+    """A plan and what it costs, as it was simulated."""
 
     peak_bytes: int
     seconds: float

@@ -19,10 +19,8 @@ class Operation:
     """One step of the program.
 
     Attributes:
-        name: What to call it.
         inputs: The tensors it reads.
         outputs: The tensors it makes, all of them each time it runs.
-        seconds: The time it takes.
         workspace_bytes: What it needs besides, while it runs.
         recomputable: Whether it may run twice.
     """
@@ -126,7 +124,6 @@ class Simulation:
 
     Attributes:
         peak_bytes: The most that is in use in any step.
-        seconds: The time of all steps.
         num_recomputed: How many steps run an operation again.
         step_bytes: What is in use during each step.
     """

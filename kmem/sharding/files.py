@@ -159,11 +159,7 @@ def has_index(folder: pathlib.Path) -> bool:
 
 
 def check_is_free(folder: pathlib.Path) -> None:
-    """Checks that a folder has no index of anything else.
-
-    Raises:
-        ValueError: If it has.
-    """
+    """Checks that a folder has no index of anything else."""
     path = folder / _INDEX
     if has_index(folder) and not path.read_bytes().startswith(_BEGIN.encode()):
         raise ValueError(

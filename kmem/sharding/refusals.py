@@ -33,11 +33,7 @@ _MAY_DIFFER = ("__init__", "get_config", USE_WEIGHT_DECAY)
 
 
 def check(model: keras.Model, options: MemoryOptions) -> None:
-    """Checks whether a model can be trained in shards.
-
-    Raises:
-        ValueError: If it cannot.
-    """
+    """Checks whether a model can be trained in shards."""
     _check_setting(model)
     if any(isinstance(v, ShardedVariable) for v in model.weights):
         _check_in_shards(model, options)

@@ -48,9 +48,6 @@ class ShardedTraining(Mechanism):
 
     Args:
         num_batches: The batches of an update.
-
-    Attributes:
-        slices: How batches are divided.
     """
 
     kinds = ("train", "test", "predict")
@@ -168,11 +165,7 @@ def make_whole(model: keras.Model) -> None:
 
 
 def check_whole(model: keras.Model) -> None:
-    """Checks that each process can train a model by itself.
-
-    Raises:
-        ValueError: If it was built in shards.
-    """
+    """Checks that each process can train a model by itself."""
     if any(isinstance(variable, ShardedVariable) for variable in model.weights):
         raise ValueError(
             "A model that was built under `kmem.ShardedStrategy` must be "

@@ -53,9 +53,6 @@ class ShardedVariable(private_keras.Variable):
     """A variable that is a shard in memory.
 
     Made by `shard`, of a variable that exists.
-
-    Attributes:
-        shard: This process's `Shard`.
     """
 
     shard: Shard

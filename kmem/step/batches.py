@@ -66,11 +66,7 @@ def to_json(batch) -> str:
 
 
 def from_json(text: str) -> Any:
-    """Reads what `to_json` wrote.
-
-    Raises:
-        ValueError: If it is something else.
-    """
+    """Reads what `to_json` wrote."""
     try:
         return _from_json(json.loads(text))
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -196,7 +196,6 @@ class Slice:
     """The rows of a batch that this process computes.
 
     Attributes:
-        data: The rows.
         rows: The rows of the whole batch, an int32 scalar.
         fewest_rows: The fewest that a process computes, or `None`.
         copies: How many processes compute each row, a float64 scalar, or
