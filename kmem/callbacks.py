@@ -156,8 +156,8 @@ def _of_one(
     kind = option.__name__
     says = f"`MemoryOptions({name}=...)`, from `kmem.{kind}`'s fields."
     members = {"__init__": init, "__doc__": says, "__module__": __name__}
-    made: Any = type(kind, (MemoryOptions,), members)
-    return made
+    callback: Any = type(kind, (MemoryOptions,), members)
+    return callback
 
 
 MicroBatches = _of_one("microbatches", options.MicroBatches)

@@ -175,7 +175,7 @@ class Model(MemoryFit, keras.Model, metaclass=_ModelType):
         cls.__bases__ = tuple(bases)
 
 
-def wrap(model: keras.Model) -> keras.Model:
+def wrap(model: keras.Model) -> Model:
     """Lets a model that exists take memory options in `fit`.
 
     Args:
@@ -207,16 +207,16 @@ def wrap(model: keras.Model) -> keras.Model:
         raise ValueError(
             f"`model` must be a `keras.Model`. Received: model={model!r}"
         )
+    wrapped: Any = model
     if _is_wrapped(model):
-        return model
+        return wrapped
     # Instance attributes, not another class: the class is what Keras saves.
     methods = {"fit": _fit, "train_on_batch": _train_on_batch}
     for name, method in methods.items():
-        wrapped = _wrapped_method(model, getattr(model, name), method)
-        object.__setattr__(model, name, wrapped)
-    model.memory_options = None
-    model.memory_report = None
-    return model
+        call = _wrapped_method(model, getattr(model, name), method)
+        object.__setattr__(model, name, call)
+    wrapped.memory_options = wrapped.memory_report = None
+    return wrapped
 
 
 def _is_wrapped(instance) -> bool:

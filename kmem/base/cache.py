@@ -6,9 +6,11 @@ nobody else can write to it. What this module does not do: decide what is kept
 there, or remove it.
 """
 
+import contextlib
 import os
 import pathlib
 import stat
+from collections.abc import Iterator
 
 
 def folder() -> pathlib.Path:
@@ -36,14 +38,25 @@ def make_private(path: pathlib.Path) -> None:
     check_private(path)
 
 
+@contextlib.contextmanager
+def appearing(path: pathlib.Path, part: str = "") -> Iterator[pathlib.Path]:
+    """What to write to: `path` appears on leaving without an error.
+
+    Args:
+        part: Its name until then, in the same folder.
+    """
+    written = path.with_name(part or f"{path.name}.{os.getpid()}.part")
+    try:
+        yield written
+        os.replace(written, path)
+    finally:
+        written.unlink(missing_ok=True)
+
+
 def write_whole(path: pathlib.Path, text: str) -> None:
     """Writes a file that appears whole or not at all."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
+    with appearing(path) as part:
         part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def check_private(path: pathlib.Path) -> None:

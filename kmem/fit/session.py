@@ -136,8 +136,8 @@ class Session:
         session = sessions.pop(key, None)
         if session is None or session._compiled != compiled_state(model):
             session = cls(model, options, plan, is_users=True)
-        kept = list(sessions.items())[1 - _MAX_SESSIONS :]
-        object.__setattr__(model, _SESSIONS, dict([*kept, (key, session)]))
+        others = list(sessions.items())[1 - _MAX_SESSIONS :]
+        object.__setattr__(model, _SESSIONS, dict([*others, (key, session)]))
         return session
 
     def install(self, test_step: bool = True, guard: bool = False) -> None:
@@ -212,7 +212,7 @@ class Session:
         model, mechanisms = self.model, self._mechanisms
         if self._made:
             return
-        made = {}
+        functions = {}
         steps = self._train, self._test, self._predict
         names = [f"{kind}_function" for kind in _KINDS]
         before = {
@@ -234,11 +234,11 @@ class Session:
                 function = getattr(model, name)
                 for each in concerned:
                     function = each.wrapped(function)
-                made[name] = function
+                functions[name] = function
         finally:
             for name, value in before.items():
                 setattr(model, name, value)
-        self._made = made
+        self._made = functions
 
     def _train(self, data):
         take: Callable = self._take_step

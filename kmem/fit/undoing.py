@@ -91,14 +91,16 @@ class State:
         self._restore()
 
     def _restore(self) -> None:
-        known = {id(variable) for variable, _ in self._values}
+        identities = {id(variable) for variable, _ in self._values}
         for variable, value in self._values:
             # Not the array itself: a variable may take over its memory, which
             # is not the device's.
             variable.assign(tf.raw_ops.DeepCopy(x=value))
         for metric in self._metrics:
             # Those that the step has made.
-            if any(id(variable) not in known for variable in metric.variables):
+            if any(
+                id(variable) not in identities for variable in metric.variables
+            ):
                 metric.reset_state()
 
 

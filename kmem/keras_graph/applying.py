@@ -15,9 +15,9 @@ from kmem.keras_graph.profiling import distinct
 from kmem.keras_graph.profiling import signature
 from kmem.keras_graph.recording import Frame
 from kmem.keras_graph.recording import Recording
-from kmem.keras_graph.recording import num_bytes
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
+from kmem.step.batches import num_bytes
 
 
 def check(network: Network, recording: Recording) -> None:

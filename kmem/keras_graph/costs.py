@@ -24,10 +24,10 @@ from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.graph import repeats
 from kmem.keras_graph.recording import Call
-from kmem.keras_graph.recording import num_bytes
 from kmem.keras_graph.recording import root
 from kmem.remat import state
 from kmem.step import capture
+from kmem.step.batches import num_bytes
 
 # A processor of no particular make, for times that are computed.
 _FLOPS_PER_SECOND = 1e11
@@ -99,8 +99,8 @@ class _Step:
             return [output for output in outputs if tf.is_tensor(output)]
 
         self._run = run
-        self._inputs = [_spec(t) for t in tensors]
-        self._results = [_spec(t) for t in call.results]
+        self._inputs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
+        self._results = [tf.TensorSpec(t.shape, t.dtype) for t in call.results]
         trained = getattr(call.operation, "trainable_variables", [])
         self._variables = [_of_one_replica(v.value) for v in trained]
         variables = getattr(call.operation, "variables", [])
@@ -390,7 +390,3 @@ def _of_one_replica(variable):
     if not isinstance(variable, tf.distribute.DistributedValues):
         return variable
     return variable.distribute_strategy.experimental_local_results(variable)[0]
-
-
-def _spec(tensor: tf.Tensor) -> tf.TensorSpec:
-    return tf.TensorSpec(tensor.shape, tensor.dtype)

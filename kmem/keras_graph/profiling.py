@@ -14,11 +14,11 @@ from kmem.keras_graph import costs as call_costs
 from kmem.keras_graph.costs import Cost
 from kmem.keras_graph.recording import Call
 from kmem.keras_graph.recording import Recording
-from kmem.keras_graph.recording import num_bytes
 from kmem.keras_graph.recording import record
 from kmem.planning.network import Network
 from kmem.planning.network import Stage
 from kmem.step import batches
+from kmem.step.batches import num_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from kmem.keras_graph import opening
 from kmem.remat import purity
 from kmem.remat import state
 from kmem.step import capture
+from kmem.step.batches import num_bytes
 
 # Their result is the memory of their first input.
 ALIASES = frozenset(
@@ -173,12 +174,6 @@ def root(tensor: tf.Tensor) -> tf.Tensor:
     while tensor.op.type in ALIASES:
         tensor = tensor.op.inputs[0]
     return tensor
-
-
-def num_bytes(tensor: tf.Tensor | tf.TensorSpec) -> int:
-    """A tensor's size; 0 if it is none that holds numbers."""
-    size = tensor.shape.num_elements()
-    return 0 if size is None else size * tensor.dtype.size
 
 
 class _Recorder(opening.Visitor):

@@ -106,9 +106,9 @@ class FirstRun(_Scope):
 
     def get_current_value(self, variable):
         self._check_read(variable)
-        known = super().get_current_value(variable)
-        if known is not None:
-            return known
+        value = super().get_current_value(variable)
+        if value is not None:
+            return value
         # Not on a loop's graph, nor seen by those who look for raw variables.
         with _as_default(self._graph), self._watcher.stop_recording():
             value = self._value_at_entry(variable)

@@ -10,7 +10,6 @@ does not do: help a process that fails to measure; the others wait for it.
 import contextlib
 import functools
 import hashlib
-import os
 import pathlib
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmem.base import cache
 from kmem.base.patching import attribute
 from kmem.options import MemoryOptions
 from kmem.sharding.engine import Engine
@@ -120,14 +120,10 @@ def save_weights(model: keras.Model, path: str | pathlib.Path) -> None:
     ```
     """
     path = pathlib.Path(path)
-    part = path.with_name(f"part-{path.name}")
 
     def write():
-        try:
+        with cache.appearing(path, f"part-{path.name}") as part:
             model.save_weights(part)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
 
     group = engine()
     with jointly(group, "save weights"):

@@ -21,6 +21,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from kmem.base import cache
+
 BLOCK_BYTES = 2**22
 
 _INDEX = "index.json"
@@ -35,15 +37,11 @@ _WORD = re.compile(r"[^/_]+((?:_\d+(?![^/_]))*)")
 @contextlib.contextmanager
 def _appearing(path: pathlib.Path) -> Iterator[BinaryIO]:
     """A file that has its name only once it is complete, without an error."""
-    part = path.with_name(f"kmem-{path.stem.removeprefix('kmem-')}.part")
-    try:
-        with open(part, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(path)
-    finally:
-        part.unlink(missing_ok=True)
+    part = f"kmem-{path.stem.removeprefix('kmem-')}.part"
+    with cache.appearing(path, part) as written, open(written, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class Writer:

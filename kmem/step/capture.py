@@ -128,15 +128,15 @@ def changed_variables(model, optimizer) -> list:
     Args:
         optimizer: What the step sees as `model.optimizer`.
     """
-    found = [model, optimizer, *optimizers(model), *model.metrics]
-    known = {id(v): v for each in found for v in each.variables}
+    owners = [model, optimizer, *optimizers(model), *model.metrics]
+    variables = {id(v): v for each in owners for v in each.variables}
     # Some are not among `variables`, such as the states of recurrent layers.
     for layer in all_layers(model):
         for value in vars(layer).values():
             for each in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(each, keras.Variable | tf.Variable):
-                    known[id(each)] = each
-    return list(known.values())
+                    variables[id(each)] = each
+    return list(variables.values())
 
 
 def has_default_step(model) -> bool:

@@ -115,14 +115,14 @@ def warn_of_parts(
 
 def _innermost(model, identities: set[int]) -> list[keras.layers.Layer]:
     """The layers that own variables, and not by way of a layer inside."""
-    found = []
+    owners = []
     for layer in all_layers(model):
         own = identities & {id(v) for v in layer.weights}
         for inner in all_layers(layer)[1:]:
             own -= {id(v) for v in inner.weights}
         if own:
-            found.append(layer)
-    return found
+            owners.append(layer)
+    return owners
 
 
 def _reached_from(tensors: list) -> set[int]:

@@ -311,13 +311,13 @@ class _Part:
     @property
     def variables_of_tensors(self) -> list:
         """For each of the tensors the variable that it is a gradient of."""
-        found = [
+        variables = [
             variable
             for gradients in self._gradients
             for g, variable in zip(gradients, self.variables, strict=True)
             if g is not None
         ]
-        return found + [None] * len(self._logs.tensors)
+        return variables + [None] * len(self._logs.tensors)
 
     def unpack(self, sums: list[tf.Tensor]) -> tuple[list[list], Any]:
         """Makes gradients and logs of the sums over all parts."""

@@ -165,11 +165,11 @@ def num_rows(data: Any) -> tf.Tensor:
         for leaf in keras.tree.flatten(data)
         if leaf is not None and leaf.shape.rank != 0
     ]
-    known = {leaf.shape[0] for leaf in leaves} - {None}
-    if len(known) > 1:
+    sizes = {leaf.shape[0] for leaf in leaves} - {None}
+    if len(sizes) > 1:
         raise ValueError(
             "A batch can be split only if all of its tensors have the same "
-            f"number of rows. Received: rows={sorted(known)}"
+            f"number of rows. Received: rows={sorted(sizes)}"
         )
     leaf = leaves[0]
     if isinstance(leaf, tf.RaggedTensor):

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from kmem.base import patching
 from kmem.graph import fusion
+from kmem.graph.names import current_graph
 from kmem.graph.ordering import Order
 from kmem.options import MemoryOptions
 from kmem.step import batches
@@ -78,10 +79,10 @@ def in_turn(
         gradients: Tensors, `IndexedSlices` or `None`, to wait for.
         order: That of a backward pass that waits for updates.
     """
-    if tf.executing_eagerly():
+    graph = current_graph()
+    if graph is None:
         yield
         return
-    graph = tf.compat.v1.get_default_graph()
     before = [
         op
         for gradient in gradients

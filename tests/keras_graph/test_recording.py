@@ -3,8 +3,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from kmem.keras_graph import recording
 from kmem.keras_graph.profiling import record_batch
+from kmem.step import batches
 
 BATCH = tf.TensorSpec((4, 6))
 
@@ -83,7 +83,7 @@ def test_calls_come_in_order_with_the_loss_at_the_end():
     assert [call.makes for call in found.calls] == [(2,), (3,), (4,)]
     assert [call.reads for call in found.calls] == [(0,), (2,), (3, 1)]
     assert found.outputs == (3,)
-    sizes = [recording.num_bytes(tensor) for tensor in found.tensors]
+    sizes = [batches.num_bytes(tensor) for tensor in found.tensors]
     assert sizes == [4 * 6 * 4, 4 * 5 * 4, 4 * 5 * 4, 4 * 5 * 4, 4]
     assert found.frame.lines() == [(0, 1, 2)]
 
