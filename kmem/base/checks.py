@@ -37,6 +37,21 @@ def positive_int(value, name: str) -> int:
     return int(value)
 
 
+def non_negative_int(value, name: str) -> None:
+    if not (is_integer(value) and value >= 0):
+        raise ValueError(
+            f"`{name}` must be a non-negative integer. "
+            f"Received: {name}={value!r}"
+        )
+
+
+def positive(value, name: str) -> None:
+    if not (is_real(value) and value > 0):
+        raise ValueError(
+            f"`{name}` must be a positive number. Received: {name}={value!r}"
+        )
+
+
 def one_of(value, name: str, choices: tuple) -> None:
     if value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)

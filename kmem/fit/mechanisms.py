@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from kmem import precision
+from kmem.base.patching import Context
 from kmem.dtr.blocks import Blocks
 from kmem.dtr.device import DeviceSession
 from kmem.dtr.feasible import with_least_threshold
@@ -30,7 +31,6 @@ from kmem.planning.plan import Plan
 from kmem.step import batches
 from kmem.step import microbatch
 from kmem.step.accumulation import Updater
-from kmem.step.mechanism import Context
 from kmem.step.mechanism import Mechanism
 from kmem.step.microbatch import BatchGradient
 from kmem.step.microbatch import GradientStep

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from kmem.base import patching
 from kmem.base import private_keras
+from kmem.base.patching import Context
 from kmem.fit import requirements
 from kmem.fit.mechanisms import Evicting
 from kmem.fit.mechanisms import Mixed
@@ -32,7 +33,6 @@ from kmem.planning.plan import Plan
 from kmem.sharding.training import ShardedTraining
 from kmem.step import updates
 from kmem.step.capture import has_default_step
-from kmem.step.mechanism import Context
 from kmem.step.parts import Alone
 
 _KINDS = ("train", "test", "predict")

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from kmem import remat
+from kmem.base.patching import Context
 from kmem.base.sizes import format_size
 from kmem.keras_graph import opening
 from kmem.keras_graph.profiling import distinct
@@ -84,9 +85,7 @@ def _base(name: str) -> str:
 _Segments = tuple[Segment, ...]
 
 
-def applied(
-    model: keras.Model, frame: Frame, segments: _Segments
-) -> contextlib.AbstractContextManager[None]:
+def applied(model: keras.Model, frame: Frame, segments: _Segments) -> Context:
     """Lets a model that is called within follow a plan.
 
     Args:

@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kmem.base.patching import Context
 from kmem.graph import ordering
 from kmem.multilevel.loss import Substituted
 from kmem.multilevel.loss import assign
@@ -27,7 +28,6 @@ from kmem.step.parts import Parts
 from kmem.step.parts import zeros
 
 Tensors = list[tf.Tensor]
-Context = contextlib.AbstractContextManager[None]
 
 
 class Derivatives(abc.ABC):

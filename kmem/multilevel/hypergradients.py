@@ -18,8 +18,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmem.base.checks import is_integer
-from kmem.base.checks import is_real
+from kmem.base.checks import non_negative_int
+from kmem.base.checks import positive
 from kmem.base.checks import positive_int
 from kmem.base.checks import set_fields
 from kmem.multilevel.derivatives import Derivatives
@@ -89,7 +89,7 @@ class FiniteDifference:
 
     def __post_init__(self):
         if self.alpha is not None:
-            _check_positive(self.alpha, "alpha")
+            positive(self.alpha, "alpha")
 
     def __call__(
         self, vector: Tensors, level: Derivatives, batch: Any, wrt: list
@@ -138,12 +138,8 @@ class Neumann:
     alpha: float = 1.0
 
     def __post_init__(self):
-        if not (is_integer(self.iterations) and self.iterations >= 0):
-            raise ValueError(
-                "`iterations` must be a non-negative integer. "
-                f"Received: iterations={self.iterations!r}"
-            )
-        _check_positive(self.alpha, "alpha")
+        non_negative_int(self.iterations, "iterations")
+        positive(self.alpha, "alpha")
 
     def __call__(
         self, vector: Tensors, level: Derivatives, batch: Any, wrt: list
@@ -194,7 +190,7 @@ class ConjugateGradient:
     def __post_init__(self):
         iterations = positive_int(self.iterations, "iterations")
         set_fields(self, iterations=iterations)
-        _check_positive(self.tolerance, "tolerance")
+        positive(self.tolerance, "tolerance")
 
     def __call__(
         self, vector: Tensors, level: Derivatives, batch: Any, wrt: list
@@ -268,10 +264,3 @@ def _add(a: Tensors, b: Tensors, factor: Any = 1) -> Tensors:
 
 def _where(condition: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     return tf.where(condition, value, tf.zeros_like(value))
-
-
-def _check_positive(value, name: str) -> None:
-    if not (is_real(value) and value > 0):
-        raise ValueError(
-            f"`{name}` must be a positive number. Received: {name}={value!r}"
-        )

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from kmem import precision
-from kmem.base.checks import is_real
+from kmem.base.checks import positive
 from kmem.base.checks import positive_int
 from kmem.base.patching import Context
 from kmem.base.patching import together
@@ -112,11 +112,8 @@ class Level(Derivatives):
                 "`FiniteDifference()`, `Neumann()`, `ConjugateGradient()` or "
                 f"`Unrolled()`. Received: hypergradient={hypergradient!r}"
             )
-        if clipnorm is not None and not (is_real(clipnorm) and clipnorm > 0):
-            raise ValueError(
-                "`clipnorm` must be a positive number. "
-                f"Received: clipnorm={clipnorm!r}"
-            )
+        if clipnorm is not None:
+            positive(clipnorm, "clipnorm")
         self.model = model
         # A `tf.function` keeps the variables' values that it first saw.
         self.loss: Any = getattr(loss, "python_function", loss)

@@ -22,6 +22,7 @@ from typing import Literal
 import keras
 
 from kmem import memory
+from kmem.base.patching import Context
 from kmem.base.patching import together
 from kmem.base.sizes import format_size
 from kmem.budget import dry_run
@@ -38,8 +39,6 @@ from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.plan import Plan
 from kmem.step import batches
-
-Context = contextlib.AbstractContextManager[None]
 
 # Losses of several levels call one model; measuring it takes its time.
 _drawings: dict[tuple, Network] = {}

@@ -19,7 +19,7 @@ import random
 
 import numpy as np
 
-from kmem.base.checks import is_integer
+from kmem.base.checks import non_negative_int
 from kmem.base.checks import positive_int
 from kmem.base.checks import set_fields
 from kmem.planning.bounds import check_budget
@@ -199,12 +199,7 @@ class Genetic:
         for name in ("thresh_nr_try", "genetic_pool_size", "num_worker"):
             set_fields(self, **{name: positive_int(getattr(self, name), name)})
         for name in ("genetic_nr_iter", "lb_memory_mb"):
-            value = getattr(self, name)
-            if not (is_integer(value) and value >= 0):
-                raise ValueError(
-                    f"`{name}` must be a non-negative integer. "
-                    f"Received: {name}={value!r}"
-                )
+            non_negative_int(getattr(self, name), name)
 
 
 def search(

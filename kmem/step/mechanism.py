@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-Context = contextlib.AbstractContextManager[Any]
+from kmem.base.patching import Context
 
 
 class Mechanism:
