@@ -1,5 +1,5 @@
 // Writes down a program that runs under DTR, in the format that
-// kmem/dtr/trace.py reads: a JSON object a line.
+// kmem/dtr/program.py reads: a JSON object a line.
 //
 // A tensor has a name for each of its handles. What comes from outside has one
 // besides that is never released, as it is there throughout.
