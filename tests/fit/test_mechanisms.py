@@ -12,16 +12,16 @@ from keras import layers
 import kmem
 from kmem.fit import pipeline
 from kmem.fit import requirements
-from kmem.fit.evicting import Evicting
-from kmem.fit.guarding import guarded
-from kmem.fit.mixed import Mixed
-from kmem.fit.planned import Planned
-from kmem.fit.steps import SplitStep
-from kmem.fit.steps import WholeStep
+from kmem.fit.mechanisms import Evicting
+from kmem.fit.mechanisms import Mixed
+from kmem.fit.mechanisms import Planned
+from kmem.fit.mechanisms import SplitStep
+from kmem.fit.mechanisms import WholeStep
+from kmem.fit.session import guarded
 from kmem.fit.undoing import Changes
 from kmem.fit.undoing import Undoing
 from kmem.step.mechanism import Mechanism
-from kmem.step.processes import Alone
+from kmem.step.parts import Alone
 
 ROWS = 12
 
