@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 
+import cases
 import keras
 import numpy as np
 import pytest
@@ -89,7 +90,7 @@ OPTIMIZERS = {
     "lion": lambda: keras.optimizers.Lion(),
     "lamb": lambda: keras.optimizers.Lamb(),
     "adafactor": lambda: keras.optimizers.Adafactor(),
-    "muon": lambda: keras.optimizers.Muon(),
+    "muon": cases.muon,
     "accumulating": lambda: keras.optimizers.SGD(gradient_accumulation_steps=2),
 }
 
