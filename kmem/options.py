@@ -298,6 +298,11 @@ class MemoryOptions:
         return self != MemoryOptions()
 
     @property
+    def allows_xla(self) -> bool:
+        """Whether XLA may compile steps: not what is evicted, or sent."""
+        return self.dtr is None and self.sharding is None
+
+    @property
     def num_parts(self) -> int:
         """In how many parts a batch is computed."""
         return self.microbatches.count if self.microbatches else 1

@@ -103,6 +103,12 @@ def loss_tracker(model: keras.Model) -> Any:
     return model._loss_tracker
 
 
+def compiles_by_default(model: Any) -> bool:
+    """Whether `compile(jit_compile="auto")` means XLA here; Keras does not
+    keep what was asked for. fit/test_xla_by_default.py"""
+    return model._resolve_auto_jit_compile()
+
+
 def begin_at(model: Any, epoch: int | None) -> None:
     """Has `fit` begin at an epoch, as `BackupAndRestore` does.
     sharding/test_resuming.py"""

@@ -130,7 +130,7 @@ def plan_for(
         ValueError: If the plan is for other batches, if none fits in the
             budget, or if the shapes of the batches are not known.
     """
-    if profiling.mode(model) == "xla":
+    if profiling.mode(model, options) == "xla":
         control.prefer_little_memory()
     if batch is not None:
         replicas = model.distribute_strategy.num_replicas_in_sync
@@ -171,7 +171,8 @@ def make_plan(
     What is learned of a model serves all models of the same structure.
     """
     remat = options.remat or Remat()
-    compiled = profiling.mode(model) == "xla"
+    mode = profiling.mode(model, options)
+    compiled = mode == "xla"
     # The same plan has another peak in another of XLA's orders.
     in_order = compiled and control.prefer_little_memory()
     group = agreeing.processes(options)
@@ -187,7 +188,7 @@ def make_plan(
         recording = profiling.record_batch(model, microbatch)
         key = (
             *(applying.structure(recording), batches.to_json(batch), rest),
-            *(remat.solver, costs, profiling.mode(model), in_order),
+            *(remat.solver, costs, mode, in_order),
             *(type(getattr(model, "optimizer", None)), group.size),
             keeps_gradients,
             is_counted,
@@ -216,7 +217,7 @@ def make_plan(
     while len(_learned) > tuning.MAX_LEARNED:
         _learned.pop(next(iter(_learned)))
     corrector = Corrector(
-        *(learned, microbatch, profiling.mode(model), in_use),
+        *(learned, microbatch, mode, in_use),
         _runner(model, batch, options),
     )
     plan = corrector.plan(remat.budget, reserved_bytes, argument)

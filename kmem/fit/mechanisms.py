@@ -40,6 +40,8 @@ from kmem.step.parts import Alone
 class WholeStep(Mechanism):
     """The model's own step, which computes a gradient and applies it."""
 
+    # Whether XLA may compile it as a whole.
+    allows_xla = True
     layers_that_see_parts: list[keras.layers.Layer] = []
 
     def __init__(self, model: keras.Model):
@@ -88,7 +90,8 @@ class SplitStep(WholeStep):
         # Only the gradient is compiled when updates are rarer than batches:
         # a branch inside XLA copies all that it may assign.
         self.allows_xla = steps == 1
-        if not self.allows_xla and model.jit_compile and not model.run_eagerly:
+        compiled = profiling.mode(model, options) == "xla"
+        if compiled and not self.allows_xla:
             self._compute = microbatch.compiled(self._gradient)
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base import private_keras
 from kmem.base.private_keras import all_layers
 from kmem.fit import pipeline
 from kmem.options import MemoryOptions
@@ -39,6 +40,8 @@ def check(model, options: MemoryOptions) -> None:
             "`gradient_accumulation_steps`. Received: "
             f"optimizer.gradient_accumulation_steps={own_steps}"
         )
+    if not options.allows_xla:
+        _check_xla(model, options)
     if options.dtr is not None:
         _check_dtr(model)
     if options.sharding is not None:
@@ -96,13 +99,21 @@ def _check_synchronized(model, options: MemoryOptions) -> None:
             )
 
 
+def _check_xla(model, options: MemoryOptions) -> None:
+    """Refuses XLA where it was asked for, and not where it is the default."""
+    if not model.jit_compile or private_keras.compiles_by_default(model):
+        return
+    name, reason = "sharding", "sends weights while a step runs"
+    if options.dtr is not None:
+        name, reason = "dtr", "sees operators one by one"
+    raise ValueError(
+        f"`{name}` {reason}, and XLA makes them one program: call "
+        "`model.compile(jit_compile=False)`, or use `remat`. "
+        "Received: jit_compile=True"
+    )
+
+
 def _check_dtr(model) -> None:
-    if model.jit_compile:
-        raise ValueError(
-            "`dtr` sees operators one by one, and XLA compiles them into "
-            "one: call `model.compile(jit_compile=False)`, or use `remat`. "
-            "Received: jit_compile=True"
-        )
     replicas = model.distribute_strategy.num_replicas_in_sync
     if replicas > 1:
         raise ValueError(

@@ -10,6 +10,7 @@ takes off, by itself, what put it on, at the latest when the model trains again.
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,11 @@ from kmem.step.parts import Alone
 _KINDS = ("train", "test", "predict")
 _SESSIONS = "_kmem_sessions"
 _MAX_SESSIONS = 8
+_UNCOMPILED = (
+    "Training steps run without XLA, which Keras's default would use here: "
+    "`dtr` and `sharding` exclude it. Call `model.compile(jit_compile=False)` "
+    "if this is what you want."
+)
 
 
 class Session:
@@ -62,6 +68,8 @@ class Session:
         is_users: bool = False,
     ):
         requirements.check(model, options)
+        if is_users and model.jit_compile and not options.allows_xla:
+            warnings.warn(_UNCOMPILED, stacklevel=2)
         self.model = model
         self.options = options
         self._compiled = compiled_state(model)
@@ -220,7 +228,7 @@ class Session:
             for name in (*names, "jit_compile", "run_eagerly")
         }
         try:
-            if not all(each.allows_xla for each in mechanisms):
+            if not (self.options.allows_xla and self.step.allows_xla):
                 model.jit_compile = False
             for kind, name, step in zip(_KINDS, names, steps, strict=True):
                 concerned = [each for each in mechanisms if kind in each.kinds]

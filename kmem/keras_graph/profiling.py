@@ -15,6 +15,7 @@ from kmem.keras_graph.costs import Cost
 from kmem.keras_graph.recording import Call
 from kmem.keras_graph.recording import Recording
 from kmem.keras_graph.recording import record
+from kmem.options import MemoryOptions
 from kmem.planning.network import Network
 from kmem.planning.network import Stage
 from kmem.step import batches
@@ -124,11 +125,14 @@ def profile(
     return measure(recording, costs == "measured", compiled=compiled)
 
 
-def mode(model: keras.Model) -> Literal["eager", "graph", "xla"]:
-    """How Keras runs the model's steps."""
+def mode(
+    model: keras.Model, options: MemoryOptions | None = None
+) -> Literal["eager", "graph", "xla"]:
+    """How Keras runs the model's steps, under options if there are some."""
     if model.run_eagerly:
         return "eager"
-    return "xla" if model.jit_compile else "graph"
+    allowed = options is None or options.allows_xla
+    return "xla" if model.jit_compile and allowed else "graph"
 
 
 def record_batch(model: keras.Model, batch: Any) -> Recording:

@@ -104,13 +104,6 @@ def _check_setting(model) -> None:
             "with the shape of its input, or call the model, first. "
             f"Received: model={model.name}, which is not"
         )
-    config = model.get_compile_config() if model.jit_compile else {}
-    if config.get("jit_compile") is True:
-        raise ValueError(
-            "`sharding` sends weights while a step runs, and XLA cannot: "
-            "call `model.compile(jit_compile=False)`. "
-            "Received: jit_compile=True"
-        )
     if keras.distribution.distribution() is not None:
         raise ValueError(
             "`sharding` and `keras.distribution` exclude each other: call "

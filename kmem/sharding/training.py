@@ -51,7 +51,6 @@ class ShardedTraining(Mechanism):
     """
 
     kinds = ("train", "test", "predict")
-    allows_xla = False
     is_traceable = False
     between_steps = True
 

@@ -18,7 +18,6 @@ class Mechanism:
     Attributes:
         kinds: Of the model's functions (`"train"`, `"test"`, `"predict"`)
             those that compute differently.
-        allows_xla: Whether XLA may compile a whole step.
         runs_eagerly: Whether its functions run operator by operator.
         is_traceable: Whether a training step can be a part of a graph.
         between_steps: Whether it changes the model between steps, too, so
@@ -26,7 +25,6 @@ class Mechanism:
     """
 
     kinds: tuple[str, ...] = ("train",)
-    allows_xla = True
     runs_eagerly = False
     is_traceable = True
     between_steps = False
