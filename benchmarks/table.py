@@ -16,9 +16,19 @@ def made_by(script, packages=("kmem", "tensorflow", "keras")):
     )
     return (
         f"{datetime.date.today()}; {platform.machine()}, {os.cpu_count()} "
-        f"cores, no GPU; {versions}; Python {platform.python_version()}. Made "
-        f"by `benchmarks/{pathlib.Path(script).name}`."
+        f"cores, {_gpus()}; {versions}; Python {platform.python_version()}. "
+        f"Made by `benchmarks/{pathlib.Path(script).name}`."
     )
+
+
+def _gpus():
+    import tensorflow as tf
+
+    names = [
+        tf.config.experimental.get_device_details(gpu)["device_name"]
+        for gpu in tf.config.list_physical_devices("GPU")
+    ]
+    return ", ".join(names) or "no GPU"
 
 
 def add_output(parser):
