@@ -82,7 +82,9 @@ class _Renewal:
         if op.type in _PAIRWISE and all(small):
             self._sources[op.outputs[0].ref()] = self._anew(op, list(op.inputs))
         elif op.type in _PAIRWISE and _have_one_shape(*op.inputs):
-            self._replace(op, list(op.inputs))
+            # TensorFlow would multiply it with an argument of this one.
+            if not any(map(_has_constant, op.outputs[0].consumers())):
+                self._replace(op, list(op.inputs))
         elif op.type == "AddN" and not all(small) and _is_by_itself(op):
             # TensorFlow's graph optimizer sorts them by name.
             addends = sorted(op.inputs, key=_name)
@@ -125,6 +127,12 @@ class _Renewal:
             private_tf.release_from(waiting, op)
             private_tf.wait_for(waiting, [total.op])
         return total
+
+
+def _has_constant(op: tf.Operation) -> bool:
+    """Whether it is a product or a quotient with a constant."""
+    constants = map(fusion.is_constant, op.inputs)
+    return op.type in ("Mul", "RealDiv") and any(constants)
 
 
 def _name(tensor: tf.Tensor) -> str:

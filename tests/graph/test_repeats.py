@@ -38,6 +38,9 @@ FUNCTIONS = {
     "product_of_products": lambda x: (
         x + tf.reduce_mean(tf.nn.silu(x), axis=(1, 2), keepdims=True)
     ),
+    "mean_of_gelu": lambda x: (
+        x + tf.reduce_mean(tf.nn.gelu(x), axis=(1, 2), keepdims=True)
+    ),
     "sum_of_sums": lambda x: x + 3.0 * (x - tf.reduce_mean(x)) + tf.tanh(x),
 }
 
