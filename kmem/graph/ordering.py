@@ -91,7 +91,7 @@ def hold_back(
     graph = next(iter(weight_gradients)).graph
     ops = needed(graph, weight_gradients)
     if not differentiated:
-        repeats.once(op for op in ops if op not in weight_gradients)
+        repeats.once(ops, results=weight_gradients)
         ops = needed(graph, weight_gradients)
     # These run in the order of their trace, and so does what leads to them.
     if any(op.type.startswith("Collective") for op in ops):

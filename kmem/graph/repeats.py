@@ -11,7 +11,7 @@ which does it by itself.
 
 import contextlib
 from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Container
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,34 +23,97 @@ from kmem.graph import fusion
 _REPEATS = frozenset({"BroadcastTo", "Tile"})
 # Of two arguments, element by element.
 _PAIRWISE = frozenset({"AddV2", "Mul", "RealDiv", "Sub"})
+_PRODUCTS = frozenset({"Mul", "RealDiv"})
 # What keeps the shape of its argument, or of the larger of two.
 _OF_ONE = frozenset({"Cast", "Identity", "Neg", "Square", "StopGradient"})
 _OF_TWO = _PAIRWISE | {"SquaredDifference"}
 _ONCE = "/once"
 
 
-def once(operations: Iterable[tf.Operation]) -> Callable[[Any], Any]:
+def once(
+    operations: list[tf.Operation], results: Container[tf.Operation] = ()
+) -> Callable[[Any], Any]:
     """Makes operations anew that read repeated numbers, without the repeats.
 
     What reads their results reads those of the new ones then.
 
     Args:
-        operations: Of a graph's gradients, in an order in which they can run.
+        operations: All that run, in an order in which they can.
+        results: Those of them that are not made anew.
 
     Returns:
         A function that gives the tensor that took a tensor's place, and
         anything else as it is.
     """
-    renewal = _Renewal()
+    renewal = _Renewal(_multiplied_in_another_order(operations))
     for op in operations:
-        renewal.look_at(op)
+        if op not in results:
+            renewal.look_at(op)
     return renewal.latest
 
 
-class _Renewal:
-    """What was found among some operations."""
+def _multiplied_in_another_order(operations: list) -> set[tf.Operation]:
+    """Repeats of which TensorFlow makes longer products in an order of its
+    own: they stay, with all that reads them."""
+    running = set(operations)
 
-    def __init__(self):
+    def readers(tensor: tf.Tensor) -> list[tf.Operation]:
+        return [op for op in tensor.consumers() if op in running]
+
+    repeats: dict[Any, set[tf.Operation]] = {}
+    reordered: set[tf.Operation] = set()
+    for op in operations:
+        read = [repeats.get(tensor.ref(), set()) for tensor in op.inputs]
+        if op.type in _REPEATS:
+            repeats[op.outputs[0].ref()] = {op}
+        elif op.type in _PAIRWISE and any(read):
+            if _are_small(op, [bool(each) for each in read]):
+                repeats[op.outputs[0].ref()] = set().union(*read)
+            elif _is_in_long_product(op, bool(read[0]), readers):
+                reordered.update(*read)
+    return reordered
+
+
+def _are_small(op: tf.Operation, repeated: list[bool]) -> bool:
+    """Whether all arguments are repeated numbers, or single ones."""
+    return all(
+        is_repeated or tensor.shape.rank == 0
+        for is_repeated, tensor in zip(repeated, op.inputs, strict=True)
+    )
+
+
+def _is_in_long_product(
+    op: tf.Operation,
+    first_repeats: bool,
+    readers: Callable[[tf.Tensor], list[tf.Operation]],
+) -> bool:
+    """Whether a product has more than two factors for TensorFlow.
+
+    It has if nothing else reads a product of two of them. Single numbers are
+    multiplied with the first array then, in the order of names.
+    """
+    if op.type not in _PRODUCTS:
+        return False
+    small, other = list(op.inputs)[:: 1 if first_repeats else -1]
+    is_first = small.op.name < other.op.name
+    around = [t.op for t in (other, small)[: 1 if is_first else 2]]
+    makers = [maker for maker in around if len(readers(maker.outputs[0])) == 1]
+    after = readers(op.outputs[0])
+    return any(
+        each.type in _PRODUCTS
+        for each in (*makers, *(after if len(after) == 1 else ()))
+    )
+
+
+class _Renewal:
+    """What was found among some operations.
+
+    Args:
+        left: Repeats that stay.
+    """
+
+    def __init__(self, left: set[tf.Operation]):
+        self._left = left
         # By reference of an array, what it repeats; and what took its place.
         self._sources: dict[Any, tf.Tensor] = {}
         self._renewed: dict[Any, tf.Tensor] = {}
@@ -64,6 +127,8 @@ class _Renewal:
         if op.type in _REPEATS:
             source, result = op.inputs[0], op.outputs[0]
             # A tile repeats whole rows of numbers, too.
+            if op in self._left:
+                return
             if source.shape.rank == result.shape.rank and (
                 op.type == "BroadcastTo" or _is_repeated_in(source, result)
             ):
@@ -75,17 +140,12 @@ class _Renewal:
         repeated = [tensor.ref() in self._sources for tensor in op.inputs]
         if not any(repeated):
             return
-        small = [
-            is_repeated or tensor.shape.rank == 0
-            for is_repeated, tensor in zip(repeated, op.inputs, strict=True)
-        ]
-        if op.type in _PAIRWISE and all(small):
+        are_small = _are_small(op, repeated)
+        if op.type in _PAIRWISE and are_small:
             self._sources[op.outputs[0].ref()] = self._anew(op, list(op.inputs))
         elif op.type in _PAIRWISE and _have_one_shape(*op.inputs):
-            # TensorFlow would multiply it with an argument of this one.
-            if not any(map(_has_constant, op.outputs[0].consumers())):
-                self._replace(op, list(op.inputs))
-        elif op.type == "AddN" and not all(small) and _is_by_itself(op):
+            self._replace(op, list(op.inputs))
+        elif op.type == "AddN" and not are_small and _is_by_itself(op):
             # TensorFlow's graph optimizer sorts them by name.
             addends = sorted(op.inputs, key=_name)
             self._replace(op, addends)
@@ -127,12 +187,6 @@ class _Renewal:
             private_tf.release_from(waiting, op)
             private_tf.wait_for(waiting, [total.op])
         return total
-
-
-def _has_constant(op: tf.Operation) -> bool:
-    """Whether it is a product or a quotient with a constant."""
-    constants = map(fusion.is_constant, op.inputs)
-    return op.type in ("Mul", "RealDiv") and any(constants)
 
 
 def _name(tensor: tf.Tensor) -> str:

@@ -2,8 +2,9 @@
 
 The only place that calls TensorFlow's collective runtime (a ring over gRPC on
 the CPU, NCCL on GPUs, where every call has to ask for it). Who takes part is
-read from TF_CONFIG, in the order of its tasks. Every process has to make the same calls in the same order:
-within a `tf.function` TensorFlow keeps the order in which they were traced.
+read from TF_CONFIG, in the order of its tasks. Every process has to make the
+same calls in the same order: within a `tf.function` TensorFlow keeps the order
+in which they were traced.
 
 A call's name, with its operation, dtype and shape, is what matches it across
 processes: it must not depend on how often a process has traced a step. The

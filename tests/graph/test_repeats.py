@@ -5,6 +5,7 @@ graph optimizer has its say. No count of elements is a power of two, by which
 division is exact.
 """
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,6 +13,7 @@ from graphs import ancestors
 from keras import layers
 from peaks import least_peak_bytes
 
+from kmem.graph import ordering
 from kmem.graph import repeats
 
 SHAPE = (6, 5, 7, 8)
@@ -29,6 +31,11 @@ def several_means(x):
     return x * rows + tf.square(x - channels) / rows
 
 
+def mean_of(name):
+    function = getattr(keras.activations, name)
+    return lambda x: x * tf.reduce_mean(function(x), (1, 2), keepdims=True)
+
+
 FUNCTIONS = {
     "batch_normalization": normalized(layers.BatchNormalization()),
     "layer_normalization": normalized(layers.LayerNormalization()),
@@ -38,9 +45,10 @@ FUNCTIONS = {
     "product_of_products": lambda x: (
         x + tf.reduce_mean(tf.nn.silu(x), axis=(1, 2), keepdims=True)
     ),
-    "mean_of_gelu": lambda x: (
-        x + tf.reduce_mean(tf.nn.gelu(x), axis=(1, 2), keepdims=True)
-    ),
+    **{
+        name: mean_of(name)
+        for name in ("exponential", "gelu", "hard_silu", "softplus")
+    },
     "sum_of_sums": lambda x: x + 3.0 * (x - tf.reduce_mean(x)) + tf.tanh(x),
 }
 
@@ -53,11 +61,9 @@ def gradient(function, spec, made_once=True):
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = function(x)
-        num_forward = len(x.graph.get_operations())
         found = tape.gradient(y, x, output_gradients=of_result)
         if made_once:
-            made = x.graph.get_operations()[num_forward:]
-            found = repeats.once(made)(found)
+            found = repeats.once(ordering.needed(x.graph, {found.op}))(found)
         return found
 
     return step
