@@ -76,13 +76,15 @@ class MemoryFit:
             **kwargs: As in `keras.Model.fit`, and any of:
                 memory_budget: The device's peak during a step, with everything
                     in it: bytes, `"8GB"`, or a share of the device in (0, 1].
-                    The fastest of micro-batches and recomputation that stays
-                    within it is chosen, and told in `model.memory_report`;
+                    The fastest of what stays within it and changes no number
+                    (recomputation, micro-batches) is chosen, or else the
+                    fewest micro-batches, and told in `model.memory_report`;
                     nothing is if the step fits as it is. Under `sharding`,
                     each process's.
                 allow: What `memory_budget` may choose besides:
-                    `"mixed_precision"`, which changes the numbers, and
-                    `"sharding"`, where several processes train.
+                    `"mixed_precision"` and `"batch_statistics"`, which change
+                    the numbers, and `"sharding"`, where several processes
+                    train.
                 microbatches: Split every batch into this many micro-batches;
                     one update, of the whole batch.
                 gradient_accumulation_steps: One update for this many batches,

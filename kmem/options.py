@@ -351,7 +351,7 @@ def _is_plan(value) -> bool:
 def _parse_allow(value) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else tuple(value)
     for name in names:
-        one_of(name, "allow", ("mixed_precision", "sharding"))
+        one_of(name, "allow", _ALLOWED)
     return names
 
 
@@ -359,6 +359,8 @@ def _as(option: type, value):
     return value if isinstance(value, option) else option(value)
 
 
+# What `memory_budget` may choose besides.
+_ALLOWED = ("mixed_precision", "sharding", "batch_statistics")
 # What `memory_budget` decides, or cannot decide beside.
 _CHOSEN = ("remat", "dtr", "gradient_accumulation_steps")
 

@@ -15,7 +15,6 @@ import kmem
 from kmem.base import building
 from kmem.base import cache
 from kmem.base import native
-from kmem.base.store import Store
 
 HAS_COMPILER = building.find_compiler() is not None
 
@@ -75,14 +74,6 @@ def _no_limit_remains():
     yield
     if native.is_registered():
         kmem.memory.limit(None, device="CPU")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_from_other_runs(tmp_path, monkeypatch):
-    def folder(store):
-        return tmp_path / "kmem" / store.name
-
-    monkeypatch.setattr(Store, "folder", folder)
 
 
 @pytest.fixture

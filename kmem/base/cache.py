@@ -1,9 +1,7 @@
-"""The user's own folder for what kmem keeps: its native library, and findings.
+"""The user's own folder for kmem's native library.
 
-A library found there is loaded into the process, and a plan decides what a
-model's training step runs. So the folder is used only if it is the user's and
-nobody else can write to it. What this module does not do: decide what is kept
-there, or remove it.
+What is found there is loaded into the process. So the folder is used only if it
+is the user's and nobody else can write to it.
 """
 
 import contextlib

@@ -68,7 +68,6 @@ class Corrector:
         # What else is in memory is part of the peak.
         self._in_use = in_use
         self._run = run
-        self._margin = tuning.MARGIN_IN_XLA if mode == "xla" else tuning.MARGIN
 
     def plan(
         self, asked: int | float | str, reserved: int, argument: str = "budget"
@@ -112,8 +111,8 @@ class Corrector:
             return best
         # XLA orders operations itself: from some plan on, peaks stay the same.
         low, high = point.peak_bytes, best.highest_peak_bytes - self._in_use
-        for _ in range(tuning.MAX_LESS):
-            if high - low <= tuning.SLACK * high:
+        for _ in range(tuning.MAX_ATTEMPTS // 2):
+            if high - low <= tuning.DOUBT * high:
                 break
             drawn = (low + high) // 2
             plan = self._measured(self._point(drawn), None, resident)
@@ -125,24 +124,24 @@ class Corrector:
 
     def _within(self, budget: int, resident: int) -> Plan | None:
         """The fastest plan that stays within the budget in a dry run."""
-        target = int((1 - self._margin) * budget)
+        target = int((1 - tuning.MARGIN) * budget)
         best = None
         if known := self._known_within(target):
             point = min(known, key=lambda point: point.seconds)
             best = self._measured(point, budget, self._in_use)
-            if target - best.highest_peak_bytes <= tuning.SLACK * budget:
+            if target - best.highest_peak_bytes <= tuning.DOUBT * budget:
                 return best
         tried: set[tuple] = set()
-        for attempt in range(tuning.MAX_DRY_RUNS):
+        for attempt in range(tuning.MAX_ATTEMPTS):
             low, high = self._bounds(target)
             drawn = target - resident
             if best is not None and high is not None:
-                if high - low <= self._margin * budget:
+                if high - low <= tuning.MARGIN * budget:
                     break
                 if not low < drawn < high:
                     drawn = (low + high) // 2
             point = self._point(drawn)
-            is_last = attempt == tuning.MAX_DRY_RUNS - 1
+            is_last = attempt == tuning.MAX_ATTEMPTS - 1
             if best is None and (is_last or point.segments in tried):
                 point = self._chooser.smallest
             if point.segments in tried:
@@ -153,7 +152,7 @@ class Corrector:
             if excess <= 0:
                 if best is None or plan.slowdown < best.slowdown:
                     best = plan
-                if not plan.segments or -excess <= tuning.SLACK * budget:
+                if not plan.segments or -excess <= tuning.DOUBT * budget:
                     break
             # The more attempts have failed, the more is left free.
             resident = plan.resident_bytes + plan.spread_bytes
@@ -195,7 +194,7 @@ class Corrector:
         bound = min(peak_lower_bound(self._chooser.network.graph), drawn)
         bound = min(bound + self._learned.extra_bytes, smallest)
         # A little more is in memory when it is asked for.
-        least = (smallest + self._in_use) / (1 - 2 * self._margin)
+        least = (smallest + self._in_use) / (1 - 2 * tuning.MARGIN)
         return InfeasibleBudget(
             budget + reserved,
             math.ceil(least) + reserved,
@@ -213,7 +212,7 @@ class Corrector:
             measurement = self._run(plan)
             if measurement is None:
                 peak = plan.predicted_peak_bytes
-                peak += int(tuning.OUT_OF_MEMORY_STEP * point.peak_bytes)
+                peak += int(tuning.DOUBT * point.peak_bytes)
                 measurement = Measurement(peak, math.inf)
             extra = measurement.peak_bytes - point.peak_bytes - self._in_use
             self._learned.measured[point] = extra, measurement.spread_bytes

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import statistics
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -52,9 +53,7 @@ def dry_run(
     state: list,
     training: contextlib.AbstractContextManager,
     *,
-    in_fit: bool = True,
     group: Engine | None = None,
-    most_seconds: float = tuning.PLAN_SECONDS,
 ) -> Measurement | None:
     """Runs a model's steps on random data, and measures them.
 
@@ -66,10 +65,7 @@ def dry_run(
         batch: A replica's batch, as `tf.TensorSpec`s.
         state: The variables that a step may change, besides the metrics'.
         training: Within, `model.train_function` takes the steps.
-        in_fit: Whether they take their batches from an iterator, as in `fit`,
-            whose graph is another one, or are given a batch.
         group: The processes that take them together.
-        most_seconds: Fewer steps are taken, but two, if they take longer.
 
     Returns:
         What a step took in this process, or `None` if it ran out of memory.
@@ -77,24 +73,20 @@ def dry_run(
     with undoing.unchanged(state, model.metrics):
         try:
             with training:
-                feed = _feed(model.distribute_strategy, batch, in_fit)
+                iterator = _iterator(model.distribute_strategy, batch)
                 step: Any = model.train_function
-                return _measured(step, feed, group or Engine(), most_seconds)
+                return measured(lambda: step(iterator), group or Engine())
         finally:
             gc.collect()
 
 
-def of_session(
-    session: Session, batch: Any, **arguments: Any
-) -> Measurement | None:
+def of_session(session: Session, batch: Any) -> Measurement | None:
     """`dry_run` of a session's step with a batch (`TensorSpec`s)."""
     session.changes.build(batch)
     group = agreeing.processes(session.options)
-    return dry_run(
-        *(session.model, batch, session.changes.variables, installed(session)),
-        group=group,
-        **arguments,
-    )
+    changed = session.changes.variables
+    training = installed(session)
+    return dry_run(session.model, batch, changed, training, group=group)
 
 
 @contextlib.contextmanager
@@ -107,59 +99,57 @@ def installed(session: Session) -> Iterator[None]:
         session.remove()
 
 
-def timed(step: Callable, data: Iterator) -> float:
+def timed(step: Callable[..., Any], *arguments: Any) -> float:
     """Takes a step, and returns the seconds until it was done."""
     start = time.perf_counter()
-    logs = step(data)
+    logs = step(*arguments)
     # Waits for a GPU.
     keras.tree.map_structure(np.asarray, logs)
     return time.perf_counter() - start
 
 
-def _measured(
-    step: Callable,
-    feed: Callable[[], Iterator],
+def measured(
+    step: Callable[[], Any],
     group: Engine,
-    most_seconds: float,
+    num_steps: int = tuning.NUM_STEPS,
+    is_traced: bool = False,
 ) -> Measurement | None:
-    peaks, seconds = [], []
+    """Takes some steps, and measures them.
+
+    Args:
+        step: Takes one.
+        group: The processes that take them together.
+        num_steps: How many; fewer, but two, if they take long.
+        is_traced: Whether the first one does not trace.
+
+    Returns:
+        What a step took in this process, or `None` if it ran out of memory.
+    """
+    peaks: list[int] = []
+    seconds: list[float] = []
     try:
-        # The first run traces, and may take memory that no other does.
-        timed(step, feed())
-        for number in range(tuning.MOST_STEPS):
-            is_enough = sum(seconds) >= tuning.LEAST_SECONDS
-            if number >= tuning.NUM_STEPS and is_enough:
+        if not is_traced:
+            # It may take memory that no other step does.
+            timed(step)
+        while len(peaks) < num_steps:
+            if len(peaks) > 1 and sum(seconds) > tuning.ENOUGH_SECONDS:
                 break
-            if number > 1 and sum(seconds) > most_seconds:
-                break
-            if number < tuning.NUM_STEPS:
-                time.sleep(tuning.PAUSE_SECONDS)
+            time.sleep(tuning.PAUSE_SECONDS)
             with memory.track() as usage:
-                duration = timed(step, feed())
+                duration = timed(step)
             # They all have to take as many.
             seconds.append(agreeing.slowest(group, duration))
             peaks.append(usage.peak_bytes)
     except tf.errors.ResourceExhaustedError:
         return None
-    spread_bytes = _spread(peaks)
+    # Where few have the highest peak, others may have a higher one.
+    spread_bytes = max(peaks) - int(statistics.median(peaks))
     return Measurement(max(peaks) + spread_bytes, min(seconds), spread_bytes)
 
 
-def _spread(peaks: list[int]) -> int:
-    """How much more than the highest peak to count with."""
-    highest = max(peaks)
-    near = sum(peak >= tuning.NEARLY * highest for peak in peaks)
-    often = max(2, tuning.OFTEN * len(peaks))
-    return 0 if near >= often else highest - min(peaks)
-
-
-def _feed(
-    strategy: tf.distribute.Strategy, batch: Any, in_fit: bool
-) -> Callable[[], Iterator]:
-    """What gives every replica the same random data, as often as asked."""
+def _iterator(strategy: tf.distribute.Strategy, batch: Any) -> Iterator:
+    """Gives every replica the same random data again and again."""
     data = batches.random_data(batch)
-    if not in_fit:
-        return lambda: iter([data])
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
 
     def structured(*leaves):
@@ -173,5 +163,4 @@ def _feed(
     dataset = repeated.map(structured)
     if strategy.num_replicas_in_sync > 1:
         dataset = strategy.distribute_datasets_from_function(lambda _: dataset)
-    iterator = iter(dataset)
-    return lambda: iterator
+    return iter(dataset)

@@ -1,7 +1,7 @@
 """Makes a plan for a model's training step, for `fit` and for `kmem.plan`.
 
 The step is profiled once for models of one structure; the plan is then found,
-run and corrected (correction.py), or comes from an earlier time.
+run and corrected (correction.py).
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ import tensorflow as tf
 from kmem import memory
 from kmem import precision
 from kmem.base.private_keras import all_layers
-from kmem.base.store import Store
 from kmem.budget import dry_run
 from kmem.budget import tuning
 from kmem.budget.correction import Corrector
@@ -27,10 +26,13 @@ from kmem.fit.session import Session
 from kmem.graph import control
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
+from kmem.keras_graph.recording import Recording
+from kmem.keras_graph.recording import num_bytes
 from kmem.options import MemoryOptions
 from kmem.options import Remat
 from kmem.planning.choosing import Chooser
 from kmem.planning.flat import Genetic
+from kmem.planning.network import MEASURED
 from kmem.planning.network import Network
 from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
@@ -40,17 +42,7 @@ from kmem.step import updates
 from kmem.step.accumulation import build_optimizer
 from kmem.step.capture import DiscardedState
 
-# What no two processes measure alike of a `Stage`.
-_MEASURED = (
-    "residual_bytes",
-    "forward_workspace_bytes",
-    "backward_workspace_bytes",
-    "forward_seconds",
-    "backward_seconds",
-)
-
 _learned: dict[tuple, Learned] = {}
-_plans = Store("plans", Plan.save, Plan.load)
 
 
 def plan(
@@ -172,9 +164,8 @@ def make_plan(
     """
     remat = options.remat or Remat()
     mode = profiling.mode(model, options)
-    compiled = mode == "xla"
     # The same plan has another peak in another of XLA's orders.
-    in_order = compiled and control.prefer_little_memory()
+    in_order = mode == "xla" and control.prefer_little_memory()
     group = agreeing.processes(options)
     microbatch = _microbatch(batch, options)
     is_counted = memory.is_counted()
@@ -183,14 +174,13 @@ def make_plan(
         costs = "flops"
     # The same for all budgets.
     rest = dataclasses.replace(options, remat=None)
-    keeps_gradients = not updates.are_early(model, rest)
     with precision.applied(model, options.mixed_precision):
         recording = profiling.record_batch(model, microbatch)
         key = (
             *(applying.structure(recording), batches.to_json(batch), rest),
             *(remat.solver, costs, mode, in_order),
             *(type(getattr(model, "optimizer", None)), group.size),
-            keeps_gradients,
+            not updates.are_early(model, rest),
             is_counted,
         )
     if model.compiled:
@@ -199,30 +189,100 @@ def make_plan(
             build_optimizer(model.optimizer, model.trainable_variables)
     gc.collect()
     in_use = agreeing.highest(group, in_use_bytes(model, batch, options))
-    asked = *key, remat.budget, reserved_bytes
-    plan = _saved(asked, in_use)
-    if agreeing.is_same(group, plan) and plan is not None:
-        return plan
     learned = _learned.pop(key, None)
     if learned is None:
-        measured = costs == "measured"
-        with precision.applied(model, options.mixed_precision):
-            profile = profiling.measure(recording, measured, verbose, compiled)
-        network = dataclasses.replace(
-            _measured_by_first(group, profile.network),
-            keeps_gradients=keeps_gradients,
-        )
+        network = _network(model, recording, options, costs, verbose)
         learned = Learned(Chooser(network, remat.solver))
     _learned[key] = learned
-    while len(_learned) > tuning.MAX_LEARNED:
+    while len(_learned) > tuning.MAX_KEPT:
         _learned.pop(next(iter(_learned)))
     corrector = Corrector(
         *(learned, microbatch, mode, in_use),
         _runner(model, batch, options),
     )
-    plan = corrector.plan(remat.budget, reserved_bytes, argument)
-    _plans.keep(asked, in_use, plan)
-    return plan
+    return corrector.plan(remat.budget, reserved_bytes, argument)
+
+
+class Drawing:
+    """What the steps of a model need, in micro-batches of any size.
+
+    Args:
+        model: The model, with its variables.
+        batch: The whole batch, as `tf.TensorSpec`s.
+        options: The options; of micro-batches, that there are some.
+        verbose: 1 shows progress.
+
+    Attributes:
+        size: Of the micro-batches in which its layers are measured.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        batch: Any,
+        options: MemoryOptions,
+        verbose: int,
+    ):
+        self._model = model
+        self._batch = batch
+        self._options = options
+        self._verbose = verbose
+        self._costs = "measured" if memory.is_counted() else "flops"
+        self._choosers: dict[int, Chooser] = {}
+        self._measured: Network | None = None
+        self.size = 1
+
+    def at(self, size: int) -> Chooser:
+        """The plans for micro-batches of a size.
+
+        Raises:
+            ValueError: If the model's step cannot be planned for.
+            tf.errors.ResourceExhaustedError: If a layer by itself has no room.
+        """
+        if self._measured is None:
+            if profiling.mode(self._model, self._options) == "xla":
+                control.prefer_little_memory()
+            recording = self._record(self.size)
+            self._measured = _network(
+                *(self._model, recording, self._options),
+                *(self._costs, self._verbose),
+            )
+        if size not in self._choosers:
+            network = self._measured.scaled(size / self.size)
+            self._choosers[size] = Chooser(network)
+        return self._choosers[size]
+
+    def network(self, size: int) -> Network:
+        """That of micro-batches of a size, with its values as they are."""
+        tensors = self._record(size).tensors
+        return dataclasses.replace(
+            self.at(size).network, value_bytes=tuple(map(num_bytes, tensors))
+        )
+
+    def _record(self, size: int) -> Recording:
+        with precision.applied(self._model, self._options.mixed_precision):
+            microbatch = batches.with_rows(self._batch, size)
+            return profiling.record_batch(self._model, microbatch)
+
+
+def _network(
+    model: keras.Model,
+    recording: Recording,
+    options: MemoryOptions,
+    costs: str,
+    verbose: int,
+) -> Network:
+    """Measures what was recorded."""
+    compiled = profiling.mode(model, options) == "xla"
+    rest = dataclasses.replace(options, remat=None)
+    with precision.applied(model, options.mixed_precision):
+        profile = profiling.measure(
+            recording, costs == "measured", verbose, compiled
+        )
+    return dataclasses.replace(
+        _measured_by_first(agreeing.processes(options), profile.network),
+        keeps_gradients=not updates.are_early(model, rest),
+    )
 
 
 def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
@@ -238,17 +298,6 @@ def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
         held += batches.num_bytes(batch)
         held += batches.num_bytes(model.trainable_variables)
     return held
-
-
-def _saved(asked: tuple, in_use: int) -> Plan | None:
-    """A plan that was made before, and still is right."""
-    for before, plan in _plans.find(asked):
-        peak, more = plan.highest_peak_bytes, in_use - before
-        is_same = abs(more) <= tuning.SAME * peak
-        budget = plan.budget_bytes
-        if is_same and (budget is None or peak + more <= budget):
-            return plan
-    return None
 
 
 def _runner(
@@ -290,11 +339,11 @@ def _microbatch(batch, options: MemoryOptions) -> Any:
 
 def _measured_by_first(group: Engine, network: Network) -> Network:
     """A network with the measurements of process 0."""
-    own = [[getattr(s, name) for name in _MEASURED] for s in network.stages]
+    own = [[getattr(s, name) for name in MEASURED] for s in network.stages]
     first = agreeing.of_first(group, np.array(own, "float64"))
     stages = []
     for stage, row in zip(network.stages, first, strict=True):
-        numbers = dict(zip(_MEASURED, row, strict=True))
+        numbers = dict(zip(MEASURED, row, strict=True))
         for name, number in numbers.items():
             numbers[name] = type(getattr(stage, name))(number)
         stages.append(dataclasses.replace(stage, **numbers))

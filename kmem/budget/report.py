@@ -7,6 +7,7 @@ from kmem.base.sizes import format_size
 from kmem.budget import tuning
 from kmem.options import MemoryOptions
 from kmem.planning.plan import Plan
+from kmem.step import batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,9 @@ class MemoryReport:
         if self.layers_that_see_parts:
             line += "; one micro-batch at a time is seen by "
             line += ", ".join(self.layers_that_see_parts)
+            total = batches.num_rows(batches.from_json(self.batch)) or 1
+            size = -(-total // self.chosen.options.num_parts)
+            line += f" ({size} of {total} examples)"
         if not self.is_measured:
             line += "; predicted: a step that needs more is not undone"
         return line
@@ -131,8 +135,7 @@ class ImpossibleBudget(ValueError):
     Args:
         budget: The budget, as it was given.
         budget_bytes: What of it the device has.
-        least: The smallest that was seen to be enough, and the options that
-            stay within it, if any was seen.
+        least: The step that needs the least of those that were run, if one was.
         left_bytes: What more is in memory when it is asked for.
 
     Attributes:
@@ -145,7 +148,7 @@ class ImpossibleBudget(ValueError):
         self,
         budget: int | float,
         budget_bytes: int,
-        least: tuple[int, MemoryOptions] | None,
+        least: Choice | None,
         left_bytes: int,
     ):
         self.smallest_bytes: int | None = None
@@ -155,9 +158,10 @@ class ImpossibleBudget(ValueError):
             "none for any that was tried."
         )
         if least is not None:
-            peak, self.options = least
+            self.options = least.options
+            peak = least.predicted_peak_bytes + left_bytes
             # It is measured anew when it is asked for.
-            smallest = math.ceil((1 + 2 * tuning.MARGIN) * peak) + left_bytes
+            smallest = math.ceil(peak / (1 - 2 * tuning.MARGIN))
             self.smallest_bytes = smallest
             message = (
                 f"`memory_budget` must be at least {smallest} bytes "

@@ -1,13 +1,13 @@
 """Looks for the fastest step within a memory budget.
 
-A batch that does not fit can be computed in micro-batches, recomputed in part,
-or both. A line (timing.py) tells in how many micro-batches it fits. More of
-them cost what each does besides its examples, larger ones cost recomputation:
-steps in more micro-batches tell how much the first is, and whether a plan
-(planner.py) for larger ones can be faster. What is chosen was measured in a
-dry run, in micro-batches of that size, and took steps in turns with what came
-close to it. Where the device is not the host, weights and optimizer may stay
-on the host (sharding/refusals.py). What this does not do: split an example.
+Numbers come first: what changes none (nothing, recomputation, and micro-batches
+where no layer keeps statistics of one or draws random numbers for it) is
+chosen before what does, and then the fewest micro-batches, unless time may
+decide. What each is expected to take is computed (menu.py), so that little is
+run of what is not chosen; what is chosen was measured in a dry run. Of two that
+take the same time the one with larger micro-batches is chosen, and they do
+unless each of some steps in turns says otherwise. What this does not do: split
+an example.
 """
 
 import dataclasses
@@ -21,25 +21,25 @@ import tensorflow as tf
 from kmem import memory
 from kmem.budget import planner
 from kmem.budget import tuning
+from kmem.budget.menu import Menu
+from kmem.budget.menu import with_count
 from kmem.budget.report import Choice
 from kmem.budget.report import ImpossibleBudget
 from kmem.budget.report import MemoryReport
-from kmem.budget.timing import Excerpt
-from kmem.budget.timing import Line
-from kmem.budget.timing import Timing
-from kmem.budget.timing import excerpt
+from kmem.budget.trial import Trial
+from kmem.budget.trial import longest_in_turns
 from kmem.fit.session import Session
 from kmem.options import MemoryOptions
-from kmem.options import MicroBatches
 from kmem.options import MixedPrecision
-from kmem.options import Remat
 from kmem.options import Sharding
-from kmem.planning.bounds import InfeasibleBudget
-from kmem.planning.plan import Plan
+from kmem.planning.flat import Point
 from kmem.sharding import agreeing
 from kmem.sharding import refusals
 from kmem.step import batches
 from kmem.step.accumulation import build_optimizer
+
+# How many plans are run for one number of micro-batches.
+_MAX_PLANS = tuning.MAX_ATTEMPTS // 2
 
 
 def choose(
@@ -82,27 +82,31 @@ def choose(
             f"memory_budget={options.memory_budget!r}"
         )
     in_use = planner.in_use_bytes(model, batch, given)
-    search = _Search(model, batch, budget_bytes, reserved_bytes, verbose)
-    plain = search.run(given)
-    for others in _allowed(model, given, options.allow):
-        if search.best != plain:
-            search.run(others)
-    search.end()
-    best = search.best
-    if best is None:
-        # What it names has to do when it is asked for, when the search has
-        # left its traces in memory.
-        left = planner.in_use_bytes(model, batch, given) - in_use
-        asked: Any = options.memory_budget
-        raise ImpossibleBudget(
-            *(asked, budget_bytes, search.least), 2 * max(left, 0)
-        )
-    others = [choice for choice in search.tried if choice != best]
-    others.sort(key=lambda choice: choice.predicted_seconds)
+    may_differ = "batch_statistics" in options.allow
+    room = budget_bytes - reserved_bytes
+    menu = Menu(model, batch, room, in_use, verbose)
+    search = _Search(menu, may_differ)
 
     def in_fit(choice: Choice) -> Choice:
         peak_bytes = choice.predicted_peak_bytes + reserved_bytes
         return dataclasses.replace(choice, predicted_peak_bytes=peak_bytes)
+
+    plain = search.plain(given)
+    if search.best is None:
+        search.run([given, *_allowed(model, given, options.allow)])
+    best = search.best
+    if best is None:
+        least = search.least
+        if least is not None:
+            least = in_fit(least)
+        # What it names has to do when it is asked for, when the search has
+        # left its traces in memory.
+        gc.collect()
+        left = planner.in_use_bytes(model, batch, given) - in_use
+        asked: Any = options.memory_budget
+        raise ImpossibleBudget(asked, budget_bytes, least, max(left, 0))
+    others = [choice for choice in search.tried if choice != best]
+    others.sort(key=lambda choice: choice.predicted_seconds)
 
     return search.session(best), MemoryReport(
         budget_bytes=budget_bytes,
@@ -138,262 +142,200 @@ class _Search:
     """The options that were tried.
 
     Args:
-        model: The model, with its variables.
-        batch: Its batch, as `tf.TensorSpec`s.
-        budget_bytes: The budget.
-        reserved_bytes: What of it is not to be used.
-        verbose: 1 shows progress.
+        menu: The options.
+        may_differ: Whether time decides what changes statistics.
 
     Attributes:
-        best: The fastest that fits, or `None`.
-        tried: What each takes; of those that were not run, what the others
-            let expect.
+        best: The best that fits, or `None`.
+        tried: What each takes; of those that were not run, what is computed.
+        least: What was seen to need the least.
     """
 
-    def __init__(self, model, batch, budget_bytes, reserved_bytes, verbose):
-        self._model = model
-        self._batch = batch
-        self._batch_size = batches.num_rows(batch) or 1
-        self._room = budget_bytes - reserved_bytes
-        self._reserved = reserved_bytes
-        self._target = int((1 - tuning.MARGIN) * self._room)
-        self._verbose = verbose
-        self._timing = Timing(model, batch)
+    def __init__(self, menu: Menu, may_differ: bool):
+        self._menu = menu
+        self._may_differ = may_differ
+        # What ran each choice, in micro-batches of which size.
+        self._ran: dict[Choice, tuple[Trial, int]] = {}
         self.best: Choice | None = None
-        # By what the best was measured, and what ran that, if it ran now.
-        self._excerpt: Excerpt | None = None
-        self._session: Session | None = None
         self.tried: list[Choice] = []
-        # Budgets that are enough, as far as is known, each with for what.
-        self._enough: list[tuple[int, MemoryOptions]] = []
-        self._progress = keras.utils.Progbar(
-            None, verbose=verbose, unit_name="dry run"
-        )
-
-    def _fits(self, choice: Choice) -> bool:
-        """Whether it stays within the budget."""
-        return choice.predicted_peak_bytes <= self._target
-
-    @property
-    def _best_seconds(self) -> float:
-        return self.best.predicted_seconds if self.best else math.inf
+        self.least: Choice | None = None
 
     def session(self, best: Choice) -> Session:
         """What takes the best step."""
-        if self._session and self._session.options == best.options:
-            return self._session
-        # It was measured with an excerpt, or before.
-        return Session(self._model, best.options, best.plan)
+        session = self._ran[best][0].session
+        if session is not None and session.options == best.options:
+            return session
+        # Two micro-batches of it were run, or it was measured before.
+        return Session(self._menu.model, best.options, best.plan)
 
-    @property
-    def least(self) -> tuple[int, MemoryOptions] | None:
-        """The smallest budget in bytes that is known to be enough, and what
-        stays within it; `None` if every step ran out of memory."""
-        return min(self._enough, key=lambda each: each[0], default=None)
+    def plain(self, options: MemoryOptions) -> Choice:
+        """Tries a step without any of kmem's choices; returns what it takes,
+        or would take."""
+        (count, *_) = self._menu.counts(options)
+        choice = self._unplanned(options, [count])
+        if choice is not None:
+            self._keep(choice)
+        return choice or self._menu.expected(options, count)
 
-    def run(self, options: MemoryOptions) -> Choice:
-        """Looks for the best step under options; returns the plain one."""
-        num_processes = agreeing.processes(options).size
-        is_alone = num_processes == 1
-        counts = _counts(max(1, self._batch_size // num_processes))
-        # Several would all end if one of them ran out of memory.
-        most = self._target * (tuning.LINE_TOLERANCE if is_alone else 1)
-        if options.microbatches is not None:
-            counts = [options.microbatches.count]
-            options = dataclasses.replace(options, microbatches=None)
-        line = self._timing.line(options, self._target)
-        plain = self._expected(options, counts[0], line)
-        for index, count in enumerate(counts):
-            expected = self._expected(options, count, line)
-            # A single example needs so little that its peaks differ most.
-            is_example = is_alone and count == self._batch_size
-            peak = expected.predicted_peak_bytes
-            if peak > most and not is_example:
-                continue
-            first = self._try(expected.options)
-            if first is None:
-                continue
-            if not self._fits(first):
-                # The line is wrong by as much for the others.
-                most = self._target + peak - first.predicted_peak_bytes
-                continue
-            if index == 0:
-                return first
-            more, fewer = counts[index + 1 :], counts[:index][::-1]
-            second = self._more_microbatches(options, more, first)
-            least = [_least_seconds(c, plain, first, second) for c in fewer]
-            self._fewer_microbatches(options, fewer, least)
-            return dataclasses.replace(plain, predicted_seconds=least[-1])
-        least = [plain.predicted_seconds] * len(counts)
-        self._fewer_microbatches(options, counts[::-1], least)
-        return plain
+    def run(self, allowed: list[MemoryOptions]) -> None:
+        """Looks for the best step under any of some options, of which a plain
+        one under the first was tried."""
+        self._menu.most_trials = len(allowed) * (2 + _MAX_PLANS)
+        counts = [self._menu.counts(options) for options in allowed]
+        exact = counts
+        if not (self._may_differ or max(map(len, counts)) == 1):
+            if self._layers_that_differ(allowed[0]):
+                exact = [each[:1] for each in counts]
+        for options, each in zip(allowed, exact, strict=True):
+            self._fastest(options, each)
+        for options, each in zip(allowed, counts, strict=True):
+            for count in each[1:] if exact is not counts else ():
+                if self.best is None:
+                    self._fastest(options, [count])
+        for options, each in zip(allowed, counts, strict=True):
+            if self.best is None:
+                self._smallest(options, each[-1])
 
-    def _add(self, choice: Choice) -> None:
-        self.tried.append(choice)
-        enough = int(choice.predicted_peak_bytes / (1 - tuning.MARGIN))
-        self._enough.append((enough + self._reserved, choice.options))
-        self._progress.update(len(self.tried), finalize=False)
+    def _layers_that_differ(self, options: MemoryOptions) -> list:
+        """The layers whose numbers are others in micro-batches."""
+        session = Session(self._menu.model, with_count(options, 2))
+        specs = batches.with_rows(self._menu.batch, None)
+        return session.layers_that_differ(specs)
 
-    def end(self) -> None:
-        """Ends the line that shows progress."""
-        self._progress.update(len(self.tried), finalize=True)
-
-    def _more_microbatches(
-        self, options, counts: list[int], first: Choice
-    ) -> Choice | None:
-        """Goes on to more micro-batches while that is faster; returns what
-        the first of these steps took, if it ran."""
-        second, last = None, first
-        for count in counts:
-            choice = self._try(_with_count(options, count))
-            second = second or choice
-            if choice is None or not _is_faster(
-                choice.predicted_seconds, last.predicted_seconds
-            ):
-                break
-            last = choice
-        return second
-
-    def _fewer_microbatches(
-        self, options, counts: list[int], least: list[float]
-    ) -> None:
-        """Goes on to fewer micro-batches, with plans, while that is faster.
-
-        `least` is what a step in so many may take without a plan.
-        """
-        for count, seconds in zip(counts, least, strict=True):
-            if not _is_faster(seconds, self._best_seconds):
+    def _fastest(self, options: MemoryOptions, counts: list[int]) -> None:
+        """Tries the fewest micro-batches that fit, more of them while that is
+        faster, and a plan for fewer if that may be."""
+        choice = self._unplanned(options, counts)
+        fewer = counts
+        if choice is not None:
+            place = counts.index(choice.options.num_parts)
+            fewer = counts[:place]
+            # In a trace that is there.
+            while self._keep(choice) and counts[place + 1 :]:
+                place += 1
+                choice = self._unplanned(options, counts[place : place + 1])
+                if choice is None:
+                    break
+        drawn = [self._menu.drawn(options, count) for count in fewer]
+        expected = [each for each in drawn if each is not None]
+        self.tried += expected
+        while expected:
+            least = min(each.predicted_seconds for each in expected)
+            # Of those that take about as long the one in the largest.
+            first = next(
+                each
+                for each in expected
+                if each.predicted_seconds <= (1 + tuning.DOUBT) * least
+            )
+            best = self.best.predicted_seconds if self.best else math.inf
+            if first.predicted_seconds > (1 + tuning.DOUBT) * best:
                 return
-            if not self._plan(_with_count(options, count), seconds):
+            planned = self._planned(first.options)
+            if planned is not None:
+                self._keep(planned)
                 return
+            expected.remove(first)
 
-    def _plan(self, options: MemoryOptions, seconds: float) -> bool:
-        """Tries the best plan for options; returns whether it is the best of
-        all that was tried.
-
-        `seconds` is what the step would take without it.
-        """
-        best_seconds, less = self._best_seconds, 0
-        budget = self._room + self._reserved
-        options = dataclasses.replace(options, remat=Remat(budget=budget))
-        step = excerpt(self._batch, options)
-        for _ in range(tuning.MAX_PLANS):
+    def _smallest(self, options: MemoryOptions, count: int) -> None:
+        """Tries what needs the least, of which an error tells."""
+        drawing = self._menu.drawing(options, count)
+        given, size = (
+            with_count(options, count),
+            self._menu.size(options, count),
+        )
+        for remat in (None, self._menu.remat):
+            given = dataclasses.replace(given, remat=remat)
             try:
-                plan = planner.make_plan(
-                    *(self._model, step.batch, step.options),
-                    *("measured", self._verbose),
-                    self._reserved + step.left_bytes + less,
-                )
-            except InfeasibleBudget as error:
-                self._enough.append((error.smallest_bytes - less, options))
-                return False
+                point = drawing.at(size).smallest if remat else None
             except (ValueError, tf.errors.ResourceExhaustedError):
-                # It cannot be planned, or a layer by itself has no room.
-                return False
-            expected = seconds * plan.slowdown
-            if _is_faster(best_seconds, expected, tuning.DOUBT):
-                peak = plan.highest_peak_bytes + step.left_bytes
-                self._add(Choice(options, peak, expected, plan=plan))
-                return False
-            choice = self._try(options, plan)
-            if choice is not None and self._fits(choice):
-                return choice is self.best
-            # What is given a batch, not an iterator, needs a little more.
-            less += int(tuning.MARGIN * self._room)
-            if choice is not None:
-                less += max(choice.predicted_peak_bytes - self._room, 0)
-        return False
+                return
+            choice = self._measured(given, point)
+            if choice is not None and self._menu.fits(choice):
+                self._keep(choice)
 
-    def _expected(self, options, count: int, line: Line) -> Choice:
-        """What a step in so many micro-batches is going to take."""
-        peak = line.peak_bytes(-(-self._batch_size // count))
-        if count > 1 and agreeing.processes(options).size > 1:
-            # The sum of gradients, which may take the place of those of a
-            # micro-batch: who is alone can try.
-            peak += batches.num_bytes(self._model.trainable_variables)
-        seconds = self._batch_size * line.example_seconds
-        return Choice(_with_count(options, count), peak, seconds)
-
-    def _try(
-        self, options: MemoryOptions, plan: Plan | None = None
+    def _unplanned(
+        self, options: MemoryOptions, counts: list[int]
     ) -> Choice | None:
-        """Tries an option; returns `None` if it ran out of memory."""
-        step = excerpt(self._batch, options, plan)
-        measurement, session = self._timing.measure(step)
+        """The first number of micro-batches that fits."""
+        ran = {choice.options for choice in self.tried}
+        for count in counts:
+            expected = self._menu.expected(options, count)
+            if self._menu.fits(expected) and expected.options not in ran:
+                choice = self._measured(expected.options)
+                if choice is not None and self._menu.fits(choice):
+                    return choice
+        return None
+
+    def _measured(
+        self, options: MemoryOptions, point: Point | None = None
+    ) -> Choice | None:
+        """Runs a step; returns what it takes if it does not run out of
+        memory."""
+        size = self._menu.size(options, options.num_parts)
+        if point is None:
+            trial, _ = self._menu.trial(options, options.num_parts)
+        else:
+            trial = self._menu.planned_trial(options, point)
+        measurement = trial.measure(size)
         if measurement is None:
             return None
-        peak = measurement.peak_bytes + step.left_bytes
-        seconds = measurement.seconds * step.times
-        choice = Choice(options, peak, seconds, plan=plan)
-        fits = self._fits(choice)
-        if fits:
-            choice = self._beside_best(choice, step, session)
-        self._add(choice)
-        if fits and choice.predicted_seconds < self._best_seconds:
-            self.best, self._excerpt, self._session = choice, step, session
+        in_use, plan = self._menu.in_use, trial.plan
+        peak = measurement.peak_bytes + in_use
+        if plan is not None and point is not None:
+            spread = measurement.spread_bytes
+            more = measurement.peak_bytes - point.peak_bytes
+            self._menu.learn(options, more)
+            plan = dataclasses.replace(
+                plan, resident_bytes=in_use + more - spread, spread_bytes=spread
+            )
+        choice = Choice(options, peak, measurement.seconds, plan=plan)
+        self._ran[choice] = trial, size
+        self.tried.append(choice)
+        least = self.least.predicted_peak_bytes if self.least else math.inf
+        if peak < (1 - tuning.MARGIN) * least:
+            self.least = choice
         return choice
 
-    def _beside_best(
-        self, choice: Choice, step: Excerpt, session: Session | None
-    ) -> Choice:
-        """The same, its time that of steps in turns with the best so far, if
-        the two are close."""
-        best, other = self.best, self._excerpt
-        if best is None or other is None:
-            return choice
-        one, two = choice.predicted_seconds, best.predicted_seconds
-        is_close = not (
-            _is_faster(one, two, tuning.DOUBT)
-            or _is_faster(two, one, tuning.DOUBT)
-        )
-        # Sharded weights would travel between any two steps.
-        if not is_close or step.options.sharding or other.options.sharding:
-            return choice
-        ratio = self._timing.compare((step, other), (session, self._session))
-        if ratio is None:
-            return choice
-        return dataclasses.replace(choice, predicted_seconds=ratio * two)
+    def _keep(self, choice: Choice) -> bool:
+        """Keeps what fits if it is better than the best; returns whether it
+        is."""
+        if self.best is not None and not self._is_better(choice, self.best):
+            return False
+        self.best = choice
+        return True
 
+    def _is_better(self, choice: Choice, best: Choice) -> bool:
+        """Whether it is faster, or takes as long in larger micro-batches."""
+        ran, ran_best = self._ran[choice], self._ran[best]
+        is_faster = choice.predicted_seconds < best.predicted_seconds
+        is_larger = ran[1] >= ran_best[1]
+        # Weights in shards would travel between any two steps.
+        is_single = choice.options.sharding is best.options.sharding is None
+        if is_faster == is_larger or not (is_single and memory.is_counted()):
+            return is_faster
+        larger, smaller = (ran, ran_best) if is_larger else (ran_best, ran)
+        return (longest_in_turns(smaller, larger) < 1) != is_larger
 
-def _counts(batch_size: int) -> list[int]:
-    """Numbers of micro-batches: those that make equal ones, and the powers of
-    two."""
-    powers = {2**k for k in range(batch_size.bit_length())}
-    equal = {c for c in range(1, batch_size + 1) if batch_size % c == 0}
-    return sorted(equal | powers)
-
-
-def _least_seconds(
-    count: int, plain: Choice, first: Choice, second: Choice | None
-) -> float:
-    """The least that a step in fewer micro-batches may take, if they had room.
-
-    Args:
-        count: How many micro-batches.
-        plain: What the fewest would take by their examples alone.
-        first: What a step in more took.
-        second: What one in still more took, if it ran.
-    """
-    tried, seconds = first.options.num_parts, first.predicted_seconds
-    most = tuning.MOST_OVERHEAD * seconds
-    saved = most * (tried - count) / tried
-    if second is not None:
-        # Twice the examples save no more than they did from the second to
-        # the first.
-        doublings = math.log2(second.options.num_parts / tried)
-        each = (second.predicted_seconds - seconds) / doublings
-        # Steps differ by more when the machine is busy.
-        saved = min(most, each * math.log2(tried / count))
-    # Steps with a few examples tell as well.
-    told = seconds - plain.predicted_seconds
-    told *= (tried - count) / (tried - plain.options.num_parts)
-    return seconds - max(0.0, saved, told)
-
-
-def _with_count(options: MemoryOptions, count: int) -> MemoryOptions:
-    microbatches = MicroBatches(count) if count > 1 else None
-    return dataclasses.replace(options, microbatches=microbatches)
-
-
-def _is_faster(one: float, other: float, gain=tuning.LEAST_GAIN) -> bool:
-    return one < (1 - gain) * other
+    def _planned(self, options: MemoryOptions) -> Choice | None:
+        """Runs the best plan, and corrects it by what that tells; returns the
+        fastest that fits."""
+        menu, best = self._menu, None
+        tried: set[tuple] = set()
+        for _ in range(_MAX_PLANS):
+            point = menu.point(options, options.num_parts)
+            if point is None or point.segments in tried:
+                break
+            tried.add(point.segments)
+            choice = self._measured(options, point)
+            if choice is None:
+                # It needs more than there is, and who knows how much.
+                menu.learn(options, menu.target - point.peak_bytes)
+            elif menu.fits(choice):
+                if best is None or (
+                    choice.predicted_seconds < best.predicted_seconds
+                ):
+                    best = choice
+                least = (1 - tuning.DOUBT) * menu.target
+                if choice.predicted_peak_bytes >= least:
+                    break
+        return best

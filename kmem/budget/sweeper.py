@@ -28,9 +28,9 @@ import tensorflow as tf
 
 from kmem import memory
 from kmem.base.bindings import HEURISTICS
-from kmem.base.private_keras import all_layers
 from kmem.base.sizes import format_size
 from kmem.base.sizes import parse_size
+from kmem.budget import planner
 from kmem.budget.dry_run import installed
 from kmem.budget.dry_run import timed
 from kmem.dtr import device
@@ -124,7 +124,7 @@ class _Sweeper:
     def __init__(
         self, model, data: list, settings: DTR, steps: int, room: tf.Tensor
     ):
-        _build(model, data[0])
+        planner.build(model, batches.specs_of(data[0]))
         self._model = model
         self._data = data
         self._room = room
@@ -372,10 +372,3 @@ def _room(data: list, held_bytes: int) -> tf.Tensor:
     """As much as `fit` holds of batches, less what is held of them already."""
     needed = max(pipeline.ready_bytes(batch, _MAX_BATCHES) for batch in data)
     return tf.zeros(max(needed - held_bytes, 0), tf.uint8)
-
-
-def _build(model: keras.Model, batch) -> None:
-    """Makes a model's variables, as Keras does in its first step."""
-    if not all(layer.built for layer in all_layers(model)):
-        x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
-        model(x)

@@ -196,7 +196,7 @@ class BudgetedSession:
         message = ""
         for attempt in range(tuning.MAX_ATTEMPTS):
             if attempt > 1:
-                less = int(tuning.OUT_OF_MEMORY_STEP * self._budget)
+                less = int(tuning.DOUBT * self._budget)
                 bucket = self._with_less(bucket, less, message)
             state = undoing.State(bucket.read_state(), self.model.metrics)
             with memory.track() as usage:
@@ -221,7 +221,7 @@ class BudgetedSession:
                 message,
             )
         bucket.num_steps += 1
-        if bucket.num_steps <= tuning.NUM_AGREED:
+        if bucket.num_steps <= tuning.NUM_STEPS:
             self._learn(bucket, agreeing.highest(self._group, usage.peak_bytes))
         return logs
 

@@ -98,6 +98,10 @@ class SplitStep(WholeStep):
     def layers_that_see_parts(self) -> list[keras.layers.Layer]:
         return self._gradient.layers_that_see_parts
 
+    def layers_that_differ(self, spec) -> list[keras.layers.Layer]:
+        """As in `GradientStep`."""
+        return self._gradient.layers_that_differ(spec)
+
     def start(self) -> None:
         self._updater.start()
 

@@ -191,6 +191,12 @@ class Session:
         function, _ = self._installed.get("train_function", (None, None))
         return function is not None and self.model.train_function is function
 
+    @property
+    def is_traceable(self) -> bool:
+        """Whether a training step can be a part of a graph."""
+        traceable = all(each.is_traceable for each in self._mechanisms)
+        return traceable and not self.model.run_eagerly
+
     def on_batch(self, spec: Any = None) -> Callable:
         """Returns a train function of one batch instead of an iterator.
 
@@ -205,10 +211,15 @@ class Session:
         def run(data):
             return function(iter([data]))
 
-        is_traceable = all(each.is_traceable for each in self._mechanisms)
-        if spec is None or self.model.run_eagerly or not is_traceable:
+        if spec is None or not self.is_traceable:
             return run
         return releasing.function(run, input_signature=[spec])
+
+    def layers_that_differ(self, spec: Any) -> list[keras.layers.Layer]:
+        """As in `GradientStep`, of a batch as `tf.TensorSpec`s."""
+        step: Any = self.step
+        with self._computing(training=True):
+            return step.layers_that_differ(spec)
 
     def end_group(self) -> None:
         """Applies the last, incomplete group of batches."""

@@ -13,7 +13,6 @@ together; each waits for the variables that the one before updates.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -218,33 +217,13 @@ def _as_measured(chooser: Chooser, follow: Callable, in_use: int) -> Learned:
     else:
         return Learned(chooser)
     factor = (step.peak_bytes - in_use) / point.peak_bytes
-    learned = Learned(
-        Chooser(_enlarged(chooser.network, factor), chooser.solver)
-    )
+    enlarged = chooser.network.scaled(factor)
+    learned = Learned(Chooser(enlarged, chooser.solver))
     if point is chooser.everything:
         drawn = learned.chooser.everything
         extra_bytes = step.peak_bytes - drawn.peak_bytes - in_use
         learned.measured[drawn] = extra_bytes, step.spread_bytes
     return learned
-
-
-def _enlarged(network: Network, factor: float) -> Network:
-    """The network, if all that it keeps and needs were larger."""
-    sizes = (
-        *("residual_bytes", "gradient_bytes"),
-        *("forward_workspace_bytes", "backward_workspace_bytes"),
-    )
-    stages = [
-        dataclasses.replace(
-            stage,
-            **{name: int(factor * getattr(stage, name)) for name in sizes},
-        )
-        for stage in network.stages
-    ]
-    values = tuple(int(factor * size) for size in network.value_bytes)
-    return dataclasses.replace(
-        network, stages=tuple(stages), value_bytes=values
-    )
 
 
 def _drawing(recording, mode: str) -> Network:

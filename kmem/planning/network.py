@@ -17,6 +17,15 @@ import numpy as np
 from kmem.planning.graph import Graph
 from kmem.planning.graph import Operation
 
+# Of a stage, what is measured, and grows with the examples.
+MEASURED = (
+    "residual_bytes",
+    "forward_workspace_bytes",
+    "backward_workspace_bytes",
+    "forward_seconds",
+    "backward_seconds",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -95,6 +104,19 @@ class Network:
     shared: tuple[tuple[int, ...], ...] = ()
     resident_bytes: int = 0
     keeps_gradients: bool = True
+
+    def scaled(self, ratio: float) -> "Network":
+        """The same for so many times the examples: all but gradients of
+        weights grows."""
+        stages = []
+        for stage in self.stages:
+            numbers = {name: getattr(stage, name) for name in MEASURED}
+            scaled = {n: type(v)(ratio * v) for n, v in numbers.items()}
+            stages.append(dataclasses.replace(stage, **scaled))
+        values = tuple(int(ratio * size) for size in self.value_bytes)
+        return dataclasses.replace(
+            self, stages=tuple(stages), value_bytes=values
+        )
 
     def allows(self, start: int, stop: int) -> bool:
         """Whether stages `start` to `stop - 1` may be a segment."""

@@ -9,7 +9,6 @@ does not do: help a process that fails to measure; the others wait for it.
 
 import contextlib
 import functools
-import hashlib
 import pathlib
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -50,13 +49,6 @@ def slowest(group: Engine, seconds: float) -> float:
 def of_first(group: Engine, numbers: np.ndarray) -> np.ndarray:
     """The numbers of process 0; those of the others have their shape."""
     return group.broadcast(tf.constant(numbers), "numbers").numpy()
-
-
-def is_same(group: Engine, value: object) -> bool:
-    """Whether all processes have a value of the same `repr`."""
-    digest = hashlib.blake2b(repr(value).encode(), digest_size=7).digest()
-    number = int.from_bytes(digest, "big")
-    return highest(group, number) == lowest(group, number)
 
 
 def ranks_where(group: Engine, is_so: bool, name: str) -> list[int]:

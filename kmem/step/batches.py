@@ -99,8 +99,8 @@ def _spec(leaf) -> tf.TensorSpec | None:
     return tf.TensorSpec(leaf.shape, dtype)
 
 
-def with_rows(specs, rows: int) -> Any:
-    """The same specs, of a batch with so many rows."""
+def with_rows(specs, rows: int | None) -> Any:
+    """The same specs, of a batch with so many rows, or of any batch."""
     return keras.tree.map_structure(
         lambda spec: (
             tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype)

@@ -39,6 +39,7 @@ class LayerState:
         variables: Those that the step assigned.
         layers_that_see_parts: The layers whose assignments depend on `data`.
             In eager mode that is not known, and all count that assign.
+        layers_that_draw: The layers that draw random numbers.
     """
 
     def __init__(self, model, scope: keras.StatelessScope, data):
@@ -48,7 +49,10 @@ class LayerState:
         if not tf.executing_eagerly() and values:
             reached = _reached_from(tf.nest.flatten(data, True))
             values = {k: v for k, v in values.items() if id(v) in reached}
-        self.layers_that_see_parts = _innermost(model, set(values))
+        self.layers_that_see_parts = _innermost(model, set(values), "weights")
+        drawn = assigned.keys() - {id(v) for v in model.weights}
+        drawn -= {id(v) for metric in model.metrics for v in metric.variables}
+        self.layers_that_draw = _innermost(model, drawn, "variables")
 
     def values(self) -> list[tf.Tensor]:
         """What the state is now."""
@@ -113,13 +117,15 @@ def warn_of_parts(
     )
 
 
-def _innermost(model, identities: set[int]) -> list[keras.layers.Layer]:
+def _innermost(
+    model, identities: set[int], kind: str
+) -> list[keras.layers.Layer]:
     """The layers that own variables, and not by way of a layer inside."""
     owners = []
     for layer in all_layers(model):
-        own = identities & {id(v) for v in layer.weights}
+        own = identities & {id(v) for v in getattr(layer, kind)}
         for inner in all_layers(layer)[1:]:
-            own -= {id(v) for v in inner.weights}
+            own -= {id(v) for v in getattr(inner, kind)}
         if own:
             owners.append(layer)
     return owners

@@ -98,6 +98,13 @@ class GradientStep:
         # These see what all processes have.
         return [x for x in layers if not getattr(x, "synchronized", False)]
 
+    def layers_that_differ(self, spec) -> list[keras.layers.Layer]:
+        """Those whose numbers are others if a batch comes in parts: their
+        state depends on the examples of each, or they draw for each."""
+        releasing.function(self._count).get_concrete_function(spec)
+        state: Any = self._state
+        return [*state.layers_that_see_parts, *state.layers_that_draw]
+
     def warn_of_parts(self) -> None:
         """Says which layers see one part of a batch at a time, if any do."""
         metrics.warn_of_parts(

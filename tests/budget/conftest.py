@@ -7,5 +7,4 @@ from kmem.budget import tuning
 
 @pytest.fixture(autouse=True)
 def _dry_runs_are_short(monkeypatch):
-    monkeypatch.setattr(tuning, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(tuning, "PAUSE_SECONDS", 0.005)

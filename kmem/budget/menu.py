@@ -1,0 +1,212 @@
+"""What the steps of a model are expected to take, by the options.
+
+Of all options few are run: one trace tells of all sizes of micro-batches
+(trial.py), and one drawing of all plans (planner.py).
+"""
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from kmem.budget import tuning
+from kmem.budget.planner import Drawing
+from kmem.budget.report import Choice
+from kmem.budget.report import describe
+from kmem.budget.trial import Line
+from kmem.budget.trial import Trial
+from kmem.budget.trial import model_key
+from kmem.keras_graph import profiling
+from kmem.options import MemoryOptions
+from kmem.options import MicroBatches
+from kmem.options import Remat
+from kmem.planning.bounds import InfeasibleBudget
+from kmem.planning.flat import Point
+from kmem.planning.plan import Plan
+from kmem.sharding import agreeing
+from kmem.step import batches
+
+
+class Menu:
+    """The options for steps with one batch.
+
+    Args:
+        model: The model, with its variables.
+        batch: Its batch, as `tf.TensorSpec`s.
+        room: The budget, less what of it is not to be used.
+        in_use: What is in memory before a step, in bytes.
+        verbose: 1 shows progress.
+
+    Attributes:
+        target: The peak that a step may have.
+        remat: The option with which all plans are made.
+        most_trials: How many options are going to be tried, at most.
+    """
+
+    def __init__(
+        self, model: Any, batch: Any, room: int, in_use: int, verbose: int
+    ):
+        self.model = model
+        self.batch = batch
+        self.in_use = in_use
+        self.target = int((1 - tuning.MARGIN) * room)
+        self.most_trials = 1
+        self._verbose = verbose
+        self._num_trials = 0
+        self.remat = Remat(budget=max(room, 1))
+        self._batch_size = batches.num_rows(batch) or 1
+        self._key = model_key(model, batch)
+        # By options with one or two micro-batches: steps without a plan, what
+        # can be planned, and what a plan's step needs beyond its drawing, for
+        # each example.
+        self._trials: dict[MemoryOptions, tuple[Trial, Line]] = {}
+        self._drawings: dict[MemoryOptions, Drawing] = {}
+        self._extra: dict[MemoryOptions, float] = {}
+
+    def fits(self, choice: Choice) -> bool:
+        """Whether it stays within the budget."""
+        return choice.predicted_peak_bytes <= self.target
+
+    def counts(self, options: MemoryOptions) -> list[int]:
+        """In how many micro-batches a batch may come: equal ones, and powers
+        of two where none has less than half the examples of another."""
+        if options.microbatches is not None:
+            return [options.microbatches.count]
+        own, counts = self.size(options, 1), []
+        for count in range(1, own + 1):
+            size = -(-own // count)
+            first = own - (-(-own // size) - 1) * size
+            is_power = count & (count - 1) == 0 and 2 * first >= size
+            if own % count == 0 or is_power:
+                counts.append(count)
+        return counts
+
+    def size(self, options: MemoryOptions, count: int) -> int:
+        """How many examples a micro-batch has in each process."""
+        own = -(-self._batch_size // agreeing.processes(options).size)
+        return -(-own // count)
+
+    def trial(self, options: MemoryOptions, count: int) -> tuple[Trial, Line]:
+        """Steps without a plan, and what they tell of other sizes."""
+        given = _key(options, count)
+        if given not in self._trials:
+            self.say(with_count(options, count))
+            drawing = self.drawing(options, count)
+            trial = self._new_trial(given, None, drawing)
+            most_size = self.size(options, self.counts(options)[0])
+            if count > 1:
+                most_size = min(most_size, self.size(options, 2))
+            line = trial.line(self.target - self.in_use, most_size)
+            drawing.size = min(line.size, most_size)
+            self._trials[given] = trial, line
+        return self._trials[given]
+
+    def _new_trial(self, options, plan, drawing: Drawing) -> Trial:
+        arguments = self.model, self.batch, options, plan, drawing
+        return Trial(*arguments, self._key)
+
+    def drawing(self, options: MemoryOptions, count: int) -> Drawing:
+        """What can be planned."""
+        given = _key(options, count)
+        if given not in self._drawings:
+            self._drawings[given] = Drawing(
+                *(self.model, self.batch, given, self._verbose)
+            )
+        return self._drawings[given]
+
+    def expected(self, options: MemoryOptions, count: int) -> Choice:
+        """What a step in so many micro-batches is going to take."""
+        _, line = self.trial(options, count)
+        size = self.size(options, count)
+        peak = self.in_use + line.peak_at(size)
+        seconds = count * line.seconds_at(size)
+        given = dataclasses.replace(with_count(options, count), remat=None)
+        return Choice(given, peak, seconds)
+
+    def planned_trial(self, options: MemoryOptions, point: Point) -> Trial:
+        """Steps with a plan."""
+        self.say(options)
+        count = options.num_parts
+        size = self.size(options, count)
+        drawing = self.drawing(options, count)
+        chooser = drawing.at(size)
+        plan = Plan(
+            network=drawing.network(size),
+            segments=point.segments,
+            batch=batches.to_json(batches.with_rows(self.batch, size)),
+            mode=profiling.mode(self.model, options),
+            solver="optimal",
+            budget_bytes=max(self.target, 1),
+            resident_bytes=self.in_use,
+            lower_bound_seconds=chooser.lower_bound_seconds(point.peak_bytes),
+        )
+        return self._new_trial(_key(options, count), plan, drawing)
+
+    def drawn(self, options: MemoryOptions, count: int) -> Choice | None:
+        """What the best plan for so many micro-batches is expected to take;
+        `None` if there is none."""
+        size = self.size(options, count)
+        unplanned = self.expected(options, count)
+        try:
+            point = self.point(options, count)
+            everything = self.drawing(options, count).at(size).everything
+        except (ValueError, tf.errors.ResourceExhaustedError):
+            # It cannot be planned, or a layer by itself has no room.
+            return None
+        if point is None:
+            return None
+        given = dataclasses.replace(unplanned.options, remat=self.remat)
+        more = self._more_bytes(options, count)
+        peak = self.in_use + point.peak_bytes + more
+        slowdown = point.seconds / everything.seconds
+        return Choice(given, peak, slowdown * unplanned.predicted_seconds)
+
+    def point(self, options: MemoryOptions, count: int) -> Point | None:
+        """The fastest plan that is expected to fit; the smallest if that is
+        nearly so."""
+        chooser = self.drawing(options, count).at(self.size(options, count))
+        room = self.target - self.in_use - self._more_bytes(options, count)
+        try:
+            return chooser.within(room)
+        except InfeasibleBudget as error:
+            nearly = error.smallest_bytes - room <= tuning.DOUBT * self.target
+            return chooser.smallest if nearly else None
+
+    def _more_bytes(self, options: MemoryOptions, count: int) -> int:
+        """What a planned step is expected to need beyond what is drawn."""
+        key = _key(options, count)
+        size = self.size(options, count)
+        if key not in self._extra:
+            # As much as one that keeps everything.
+            _, line = self.trial(options, count)
+            drawing = self.drawing(options, count)
+            drawn = drawing.at(line.size).everything.peak_bytes
+            more = (line.peak_bytes - drawn) / line.size
+            # Plain steps are in no order, which may take more.
+            self._extra[key] = min(more, 0) if count == 1 else more
+        return int(self._extra[key] * size)
+
+    def learn(self, options: MemoryOptions, more: int) -> None:
+        """Takes note of what a planned step needs beyond what is drawn."""
+        count = options.num_parts
+        self._extra[_key(options, count)] = more / self.size(options, count)
+
+    def say(self, options: MemoryOptions) -> None:
+        """Shows what is tried."""
+        self._num_trials += 1
+        if self._verbose:
+            number = f"{self._num_trials} of at most {self.most_trials}"
+            print(f"memory_budget tries {number}: {describe(options)}")
+
+
+def with_count(options: MemoryOptions, count: int) -> MemoryOptions:
+    """The options, with so many micro-batches."""
+    microbatches = MicroBatches(count) if count > 1 else None
+    return dataclasses.replace(options, microbatches=microbatches)
+
+
+def _key(options: MemoryOptions, count: int) -> MemoryOptions:
+    """What options share that differ in the number of micro-batches, and in
+    what is recomputed."""
+    given = with_count(options, min(count, 2))
+    return dataclasses.replace(given, remat=None)

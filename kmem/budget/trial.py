@@ -1,0 +1,286 @@
+"""What the step of one option takes, with batches of any size.
+
+A step is traced once, for batches whose size is not known, and run with the
+sizes that are asked for. Of a step in many micro-batches two are run: they come
+one after another, in one loop, so that from the second on each needs what the
+one before did. What grows with their number is the batch, and the time. Where
+bytes cannot be counted, no step is run: a drawing tells what to expect.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import math
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem import memory
+from kmem.budget import dry_run
+from kmem.budget import tuning
+from kmem.budget.dry_run import Measurement
+from kmem.budget.planner import Drawing
+from kmem.fit.session import Session
+from kmem.graph import releasing
+from kmem.keras_graph import applying
+from kmem.keras_graph import profiling
+from kmem.options import MemoryOptions
+from kmem.options import MicroBatches
+from kmem.planning.plan import Plan
+from kmem.sharding import agreeing
+from kmem.step import batches
+from kmem.step import capture
+
+# What was measured in this process, without what else was in memory: models
+# of one structure need the same.
+_measurements: dict[tuple, Measurement] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """What a step needs and takes by the examples of a micro-batch.
+
+    That is a line: weights, their gradients and the optimizer whatever the
+    number of examples, and activations for each of them. It is drawn through
+    two steps that were run.
+    """
+
+    size: int
+    peak_bytes: float
+    seconds: float
+    more_bytes: float
+    more_seconds: float
+
+    def peak_at(self, size: int) -> int:
+        """The peak of a step in micro-batches of a size."""
+        return int(self.peak_bytes + (size - self.size) * self.more_bytes)
+
+    def seconds_at(self, size: int) -> float:
+        """The time of a micro-batch of a size."""
+        more = (size - self.size) * self.more_seconds
+        return max(self.seconds + more, 0.0)
+
+
+class Trial:
+    """Takes steps with one option, in micro-batches of any size.
+
+    Args:
+        model: The model, compiled and with its variables.
+        batch: The whole batch, as `tf.TensorSpec`s.
+        options: The options. If they have micro-batches, any number of them.
+        plan: What the step recomputes, if it does.
+        drawing: What to expect of a step where none can be measured.
+        key: What the model's steps are known by, if others' are alike.
+
+    Attributes:
+        plan: As given.
+        session: What takes the steps, once one was run.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        batch: Any,
+        options: MemoryOptions,
+        plan: Plan | None,
+        drawing: Drawing,
+        key: str = "",
+    ):
+        self._model = model
+        self._batch = batch
+        self._num_rows = batches.num_rows(batch) or 1
+        self._parts = min(2, options.num_parts)
+        if self._parts > 1:
+            two = MicroBatches(2)
+            options = dataclasses.replace(options, microbatches=two)
+        self._options = options
+        self.plan = plan
+        self._drawing = drawing
+        self._group = agreeing.processes(options)
+        self._key = key and (
+            *(key, plan and plan.segments, options.microbatches),
+            *(options.mixed_precision, options.sharding, self._group.size),
+        )
+        self._in_use = memory.current() if memory.is_counted() else 0
+        self.session: Any = None
+        self._step: Any = None
+
+    def measure(
+        self, size: int, num_steps: int = tuning.NUM_STEPS
+    ) -> Measurement | None:
+        """What a step of the whole batch takes besides what is in memory, in
+        micro-batches of a size; `None` if it ran out of memory."""
+        key = (*self._key, size, num_steps) if self._key else ()
+        own = _measurements.get(key)
+        if own is None:
+            own = self._run(size, num_steps)
+            if own is None:
+                return None
+            if key:
+                _measurements[key] = own
+            while len(_measurements) > tuning.MAX_KEPT:
+                _measurements.pop(next(iter(_measurements)))
+        rows = self.rows(size)
+        batch = batches.with_rows(self._batch, rows)
+        left = batches.num_bytes(self._batch) - batches.num_bytes(batch)
+        own = own.agreed(self._group)
+        return dataclasses.replace(
+            own,
+            peak_bytes=own.peak_bytes + left,
+            seconds=own.seconds * self._num_rows / rows,
+        )
+
+    def line(self, most_bytes: int, most_size: int) -> Line:
+        """Takes steps in larger and larger micro-batches, as long as the line
+        through the last two says that twice the size stays within a budget.
+
+        With few examples it bends: the update of the weights needs more than
+        they do. Where a step ran out of memory, it tells of the least that
+        this means.
+        """
+        points: list[tuple[int, float, float]] = []
+        line = Line(1, 0, 0, math.inf, math.inf)
+        size = 1
+        while size <= most_size:
+            measurement = self.measure(size, num_steps=2)
+            if measurement is None:
+                peak: float = max(line.peak_at(size), most_bytes + 1)
+                seconds = 2 * points[-1][2] if points else math.inf
+            else:
+                peak = measurement.peak_bytes
+                parts = self._num_rows / (size * self._group.size)
+                seconds = measurement.seconds / parts
+            points.append((size, peak, seconds))
+            line = _through(points[-2:])
+            if measurement is None or size == most_size:
+                break
+            size = min(2 * size, most_size)
+            if size > 2 and line.peak_at(size) > most_bytes:
+                break
+        return line
+
+    def rows(self, size: int) -> int:
+        """How many examples a step in micro-batches of a size is given."""
+        return min(self._num_rows, self._parts * size * self._group.size)
+
+    def _run(self, size: int, num_steps: int) -> Measurement | None:
+        if not memory.is_counted():
+            return self._drawn(size)
+        is_traced = self.session is not None
+        with self.ready(size) as step, dry_run.installed(self.session):
+            measured = dry_run.measured(
+                *(step, self._group, num_steps, is_traced)
+            )
+        gc.collect()
+        if measured is None:
+            return None
+        peak_bytes = measured.peak_bytes - self._in_use
+        return dataclasses.replace(measured, peak_bytes=peak_bytes)
+
+    def _drawn(self, size: int) -> Measurement:
+        if self.plan is not None:
+            point: Any = self.plan.simulation
+        else:
+            point = self._drawing.at(size).everything
+        return Measurement(point.peak_bytes, self._parts * point.seconds)
+
+    @contextlib.contextmanager
+    def ready(self, size: int) -> Iterator[Callable[[], Any]]:
+        """Within, a step can be taken again and again when the session is
+        installed; what it changes is given back."""
+        if self.session is None:
+            self.session = Session(self._model, self._options, self.plan)
+            self._step = _any_size(self.session, self._batch)
+        specs = batches.with_rows(self._batch, self.rows(size))
+        self.session.changes.build(specs)
+        with self.session.changes.undone():
+            data = keras.tree.flatten(batches.random_data(specs))
+            data = [tensor for tensor in data if tensor is not None]
+            yield lambda: self._step(*data)
+
+
+def _any_size(session: Session, batch: Any) -> Callable:
+    """A session's step as a function of the tensors of a batch of any size."""
+    take = session.on_batch()
+    specs = batches.with_rows(batch, None)
+
+    def run(*tensors):
+        given = iter(tensors)
+        return take(
+            keras.tree.map_structure(
+                lambda spec: None if spec is None else next(given), specs
+            )
+        )
+
+    if not session.is_traceable:
+        return run
+    leaves = [spec for spec in keras.tree.flatten(specs) if spec is not None]
+    return releasing.function(run, input_signature=leaves)
+
+
+def longest_in_turns(*two: tuple[Trial, int]) -> float:
+    """At most how many times as long one step takes as another one.
+
+    Both are taken in turns: what else a machine does slows both down.
+
+    Args:
+        *two: The trial of each, and the size of its micro-batches.
+    """
+    ratios: list[float] = []
+    total = 0.0
+    with contextlib.ExitStack() as stack:
+        steps = [stack.enter_context(trial.ready(n)) for trial, n in two]
+        try:
+            # The first turn may trace.
+            for turn in range(tuning.NUM_STEPS + 1):
+                seconds = [0.0, 0.0]
+                # A step is slower behind one that has given much memory back.
+                for which in (0, 1) if turn % 2 else (1, 0):
+                    with dry_run.installed(two[which][0].session):
+                        seconds[which] = dry_run.timed(steps[which])
+                if turn:
+                    ratios.append(seconds[0] / seconds[1])
+                    total += sum(seconds)
+                if turn > 2 and total > tuning.ENOUGH_SECONDS:
+                    break
+        except tf.errors.ResourceExhaustedError:
+            return math.inf
+    # Of the whole batch.
+    rows, other_rows = (trial.rows(size) for trial, size in two)
+    return max(ratios) * other_rows / rows
+
+
+def _through(points: list[tuple[int, float, float]]) -> Line:
+    """The line through the last of two points, or one."""
+    size, peak, seconds = points[-1]
+    if len(points) == 1:
+        return Line(size, peak, seconds, peak / size, seconds / size)
+    before, least, fewest = points[0]
+    more = max(peak - least, 0) / (size - before)
+    return Line(size, peak, seconds, more, (seconds - fewest) / (size - before))
+
+
+def model_key(model: Any, batch: Any) -> str:
+    """What the steps of a model are known by; nothing if only it knows."""
+    if not capture.has_default_step(model):
+        return ""
+    try:
+        recording = profiling.record_batch(model, batch)
+    except Exception:
+        # One that cannot be recorded can be run all the same.
+        return ""
+    config = model.optimizer.get_config()
+    for name in ("name", "learning_rate"):
+        config.pop(name, None)
+    key = (
+        applying.structure(recording),
+        [(v.shape, v.dtype, v.trainable) for v in model.variables],
+        type(model.optimizer).__name__,
+        sorted(config.items()),
+        *(profiling.mode(model), model.steps_per_execution),
+    )
+    return hashlib.sha256(repr(key).encode()).hexdigest()
