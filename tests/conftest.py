@@ -25,11 +25,11 @@ if HAS_COMPILER:
 # The files that take longest, in that order: they begin first, so that no
 # process is left with one of them when the others have ended.
 LONGEST = """
-    sharding/test_sharding.py test_uses.py dtr/test_dtr_fit.py test_examples.py
+    test_uses.py sharding/test_sharding.py dtr/test_dtr_fit.py test_examples.py
     step/test_updates.py remat/test_remat.py budget/test_planner.py
     step/test_batches_and_parts.py budget/test_planned_numbers.py
     base/test_native.py budget/test_memory_budget.py sharding/test_resuming.py
-    graph/test_xla.py sharding/test_sharding_fit.py test_model.py
+    graph/test_control.py sharding/test_sharding_fit.py test_model.py
     remat/test_remat_memory.py step/test_microbatch_memory.py
     step/test_keras_accumulation.py test_keras_suite.py test_documentation.py
     dtr/test_dtr_core.py step/test_mirrored.py test_memory.py
