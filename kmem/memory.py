@@ -60,8 +60,9 @@ def limit(
         device: `"CPU"`, `"GPU:1"` and the like. Defaults to `"GPU:0"` if
             there is one, else `"CPU:0"`.
         pool: Whether blocks come from a pool of this size, from the first
-            TensorFlow operation until the end of the process. TensorFlow's
-            `GPUBFCAllocator` manages it.
+            TensorFlow operation until the end of the process. `True`: kmem
+            cuts it, and loses little; `"bfc"`: TensorFlow's own
+            `GPUBFCAllocator` does, as on a GPU by default.
 
     Raises:
         ValueError: If `size` is not a size, if more than that is in use
@@ -315,9 +316,13 @@ def _is_counted() -> bool:
 
 
 def _kind(pool: bool | str) -> int:
-    if not isinstance(pool, bool):
-        raise ValueError(f"`pool` must be a bool. Received: {pool=}")
-    return bindings.BFC_POOL if pool else bindings.NO_POOL
+    if not (isinstance(pool, bool) or pool == "bfc"):
+        raise ValueError(
+            f'`pool` must be True, False or "bfc". Received: {pool=}'
+        )
+    if isinstance(pool, bool):
+        return bindings.OWN_POOL if pool else bindings.NO_POOL
+    return bindings.BFC_POOL
 
 
 _CPU = 0

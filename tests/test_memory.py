@@ -268,11 +268,11 @@ def test_tensorflow_takes_kmems_allocators_of_gpus():
             assert path == native.allocator()._name
 
 
-def in_pool(code):
+def in_pool(code, pool=True):
     return (
-        """
+        f"""
         import kmem
-        kmem.memory.limit("100MB", device="CPU", pool=True)
+        kmem.memory.limit("100MB", device="CPU", pool={pool!r})
         import tensorflow as tf
         """
         + code
@@ -304,9 +304,11 @@ def test_blocks_come_from_the_pool_and_small_ones_from_beside_it(python):
     ]
 
 
-def test_what_is_free_in_pieces_does_not_hold_a_larger_block(python):
+@pytest.mark.parametrize("pool", [True, "bfc"])
+def test_what_is_free_in_pieces_does_not_hold_a_larger_block(python, pool):
     status, output, errors = python.run(
-        in_pool("""
+        in_pool(
+            """
         value, size = tf.constant(1.0), tf.constant([1_000_000])
         blocks = [tf.fill(size, value) for _ in range(24)]
         del blocks[::2]
@@ -319,7 +321,9 @@ def test_what_is_free_in_pieces_does_not_hold_a_larger_block(python):
             print(f"{pool.largest_free} in one piece" in error.message)
         del blocks
         print(tf.fill([4_000_000], 1.0)[0].numpy())
-        """)
+        """,
+            pool,
+        )
     )
     assert status == 0, errors[-2000:]
     assert output.splitlines() == ["True"] * 3 + ["1.0"]

@@ -64,6 +64,15 @@ class Candidates {
     return best;
   }
 
+  // What a storage weighs among those that have to go together: its score for
+  // each of its bytes, nothing if nobody would miss it.
+  double Weigh(Storage& storage, Heuristic& heuristic, int64_t now) {
+    if (!WouldBeMissed(storage)) return 0;
+    return heuristic.Score(storage, now) * static_cast<double>(storage.bytes);
+  }
+
+  const std::vector<Storage*>& storages() const { return storages_; }
+
   // How many storages were looked at for this, besides the heuristic's.
   int64_t num_accesses() const { return num_accesses_; }
 

@@ -32,6 +32,7 @@ struct Storage {
   // The runtime's clock when it was last asked for.
   int64_t last_used = 0;
   bool resident = true;
+  uintptr_t address = 0;  // Where its bytes are, if the driver knows.
   int handles = 0;    // Those of its tensors, together.
   int locks = 0;      // It must stay while there are any.
   int num_fixed = 0;  // How many of its tensors are fixed.

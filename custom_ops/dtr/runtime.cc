@@ -4,6 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "window.h"
+
 namespace kmem::dtr {
 namespace {
 
@@ -60,6 +62,7 @@ Operator* Runtime::Record(const std::vector<Tensor*>& inputs,
     } else {
       tensor.storage = std::make_shared<Storage>();
       tensor.storage->bytes = outputs[i].bytes;
+      Place(*tensor.storage, outputs[i].payload);
       op->output_bytes += outputs[i].bytes;
     }
     Storage& storage = *tensor.storage;
@@ -107,6 +110,37 @@ Status Runtime::MakeRoom(int64_t bytes) {
     if (!Evict()) return NoRoom(bytes);
   }
   return Status();
+}
+
+Status Runtime::MakeBlock(int64_t bytes) {
+  do {
+    if (EvictWindow(bytes)) return Status();
+  } while (GiveWay());
+  return NoBlock(bytes);
+}
+
+bool Runtime::EvictWindow(int64_t bytes) {
+  const std::vector<Span> layout = driver_->Layout();
+  if (layout.empty()) return false;
+  std::vector<Occupant> occupants;
+  for (Candidates* candidates : {&large_, &small_}) {
+    for (Storage* storage : candidates->storages()) {
+      occupants.push_back(
+          {storage, candidates->Weigh(*storage, *heuristic_,
+                                      counts_.total_nanoseconds)});
+    }
+  }
+  const std::vector<Storage*> window =
+      CheapestWindow(layout, std::move(occupants), bytes);
+  for (Storage* storage : window) {
+    ++counts_.num_evictions;
+    Drop(*storage);
+  }
+  return !window.empty();
+}
+
+void Runtime::Place(Storage& storage, const void* payload) {
+  storage.address = driver_->AddressOf(payload);
 }
 
 bool Runtime::Evict() {
@@ -188,6 +222,18 @@ Status Runtime::NoRoom(int64_t bytes) {
           " cannot be made again, and " + std::to_string(bytes) +
           " are asked for. Received: " +
           std::to_string(options_.threshold_bytes));
+}
+
+Status Runtime::NoBlock(int64_t bytes) {
+  return Status(
+      Code::kNoRoom,
+      "The pool must have a piece of " + std::to_string(bytes) +
+          " bytes, and nothing that is left to evict lies around one: " +
+          std::to_string(driver_->BytesInUse()) +
+          " bytes are in use, of which " +
+          std::to_string(statistics().pinned_bytes) +
+          " cannot be made again. Received: a threshold of " +
+          std::to_string(options_.threshold_bytes) + " bytes");
 }
 
 // ---------------------------------------------------------- rematerialization
@@ -296,6 +342,7 @@ Status Runtime::RunAgain(Operator* op) {
     output.payload = payloads[i];
     if (output.is_view) continue;
     storage.resident = true;
+    Place(storage, output.payload);
     heuristic_->Restored(storage);
     UpdateCandidate(storage);
     DropIfUnwanted(output);  // Made along with what was asked for.

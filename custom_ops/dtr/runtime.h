@@ -22,8 +22,10 @@
 // * While some inputs of an operator are made again, the others stay; but they
 //   give way, and are made again as well, when nothing else is left to evict.
 //
+// * In a pool, storages that lie side by side go together: see window.h.
+//
 // For one thread at a time: the caller has a lock. The driver may call
-// MakeRoom, Evict, Retain and Release while an operator runs.
+// MakeRoom, MakeBlock, Retain and Release while an operator runs.
 
 #ifndef KMEM_DTR_RUNTIME_H_
 #define KMEM_DTR_RUNTIME_H_
@@ -34,6 +36,7 @@
 #include <memory>
 #include <vector>
 
+#include "../memory/pool.h"
 #include "candidates.h"
 #include "graph.h"
 #include "heuristic.h"
@@ -47,6 +50,12 @@ class Driver {
 
   // What counts against the threshold, whether the runtime knows it or not.
   virtual int64_t BytesInUse() const = 0;
+
+  // The device's memory in the order of addresses, if it is a pool: what is
+  // free in it may lie in pieces. Empty if it is not.
+  virtual std::vector<Span> Layout() const { return {}; }
+  // Where the bytes of a payload are; asked for if there is a layout.
+  virtual uintptr_t AddressOf(const void* /*payload*/) const { return 0; }
 
   // Runs a pure operator again and sets a payload for each of its outputs,
   // which belong to the runtime from then on. The inputs are defined.
@@ -124,6 +133,9 @@ class Runtime {
 
   // Evicts until `bytes` more fit below the threshold.
   Status MakeRoom(int64_t bytes);
+  // Evicts, as there is no place for a block of `bytes` although they fit
+  // below the threshold.
+  Status MakeBlock(int64_t bytes);
   // Evicts what the heuristic chooses; false if there is nothing.
   bool Evict();
 
@@ -164,6 +176,11 @@ class Runtime {
     }
   };
 
+  // Evicts the cheapest storages that lie side by side, with what is free
+  // between them, on `bytes` or more; false if there are none.
+  bool EvictWindow(int64_t bytes);
+  void Place(Storage& storage, const void* payload);
+
   Status RunAgain(Operator* op);
   void Hold(Waiting* waiting);
   void LetGo(Waiting* waiting);
@@ -178,6 +195,7 @@ class Runtime {
   void Undefine(Tensor& tensor);
   void AddLive(int64_t bytes);
   Status NoRoom(int64_t bytes);
+  Status NoBlock(int64_t bytes);
 
   bool IsWanted(const Operator& op) const;
   void Collect(Operator* op);

@@ -1,24 +1,55 @@
 #include "simulate.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <utility>
+
+#include "../memory/best_fit_pool.h"
 
 namespace kmem::dtr {
 namespace {
 
+// Where a pool would be: nothing is written there.
+constexpr uintptr_t kRegion = uintptr_t{1} << 40;
+constexpr int64_t kLargestPool = int64_t{1} << 46;
+
 class Simulator : public Driver {
  public:
   Simulator(const std::vector<int64_t>& program,
-            std::unique_ptr<Heuristic> heuristic, const Options& options)
+            std::unique_ptr<Heuristic> heuristic, const Options& options,
+            bool in_pool)
       : next_(program.data()),
         end_(program.data() + program.size()),
-        runtime_(this, std::move(heuristic), options) {}
+        runtime_(this, std::move(heuristic), options) {
+    if (!in_pool) return;
+    pool_ = std::make_unique<BestFitPool>(
+        reinterpret_cast<void*>(kRegion),
+        std::min(options.threshold_bytes, kLargestPool));
+  }
 
   int64_t BytesInUse() const override { return runtime_.live_bytes(); }
-  Status Run(const Operator& op, std::vector<void*>*) override {
-    return runtime_.MakeRoom(op.output_bytes);
+  std::vector<Span> Layout() const override {
+    return pool_ ? pool_->Layout() : std::vector<Span>();
   }
-  void Drop(void*) override {}
+  // A payload is a place in the pool, if there is one.
+  uintptr_t AddressOf(const void* payload) const override {
+    return reinterpret_cast<uintptr_t>(payload);
+  }
+  Status Run(const Operator& op, std::vector<void*>* payloads) override {
+    std::vector<Output> outputs;
+    for (const Tensor& output : op.outputs) {
+      outputs.push_back({output.storage->bytes,
+                         output.is_view ? 0 : Output::kOwnStorage, nullptr});
+    }
+    const Status status = FindPlaces(op.output_bytes, &outputs);
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      (*payloads)[i] = outputs[i].payload;
+    }
+    return status;
+  }
+  void Drop(void* payload) override {
+    if (payload != nullptr) pool_->Free(payload);
+  }
   void Forget(void*) override {}
 
   Status RunProgram() {
@@ -35,9 +66,38 @@ class Simulator : public Driver {
     return Status();
   }
 
-  Statistics statistics() const { return runtime_.statistics(); }
+  Statistics statistics() const {
+    Statistics statistics = runtime_.statistics();
+    if (pool_) statistics.peak_bytes = pool_->usage().peak_chunks;
+    return statistics;
+  }
 
  private:
+  // Makes room for what an operator makes, and gives it a place in the pool:
+  // all of it or nothing.
+  Status FindPlaces(int64_t bytes, std::vector<Output>* outputs) {
+    Status status = runtime_.MakeRoom(bytes);
+    for (Output& output : *outputs) {
+      if (!status.ok()) break;
+      if (output.view_of == Output::kOwnStorage) status = FindPlace(&output);
+    }
+    if (status.ok()) return status;
+    for (Output& output : *outputs) {
+      Drop(std::exchange(output.payload, nullptr));
+    }
+    return status;
+  }
+
+  Status FindPlace(Output* output) {
+    if (pool_ == nullptr || output->bytes == 0) return Status();
+    while (true) {
+      output->payload = pool_->Allocate(output->bytes);
+      if (output->payload != nullptr) return Status();
+      Status status = runtime_.MakeBlock(output->bytes);
+      if (!status.ok()) return status;
+    }
+  }
+
   Status RunInstruction() {
     const int64_t instruction = Next();
     if (instruction == kConstant) return MakeConstant();
@@ -55,10 +115,10 @@ class Simulator : public Driver {
   }
 
   Status MakeConstant() {
-    const Output output = {Next(), Output::kOwnStorage, nullptr};
-    Status status = runtime_.MakeRoom(output.bytes);
+    std::vector<Output> outputs = {{Next(), Output::kOwnStorage, nullptr}};
+    Status status = FindPlaces(outputs[0].bytes, &outputs);
     if (!status.ok()) return status;
-    Operator* op = runtime_.Record({}, {output}, 0, false, nullptr);
+    Operator* op = runtime_.Record({}, outputs, 0, false, nullptr);
     // A handle of the simulator's own, as parameters stay where they are.
     runtime_.Retain(&op->outputs[0]);
     tensors_.push_back(&op->outputs[0]);
@@ -78,7 +138,7 @@ class Simulator : public Driver {
     }
     Status status = runtime_.Lock(inputs);
     if (!status.ok()) return status;
-    status = runtime_.MakeRoom(bytes);
+    status = FindPlaces(bytes, &outputs);
     if (status.ok()) {
       Operator* op =
           runtime_.Record(inputs, outputs, nanoseconds, true, nullptr);
@@ -95,15 +155,16 @@ class Simulator : public Driver {
   const int64_t* next_;
   const int64_t* const end_;
   std::vector<Tensor*> tensors_;  // By number; nullptr once released.
-  Runtime runtime_;
+  std::unique_ptr<BestFitPool> pool_;
+  Runtime runtime_;  // Last: it drops its payloads when it goes.
 };
 
 }  // namespace
 
 Status Simulate(const std::vector<int64_t>& program,
                 std::unique_ptr<Heuristic> heuristic, const Options& options,
-                Statistics* statistics) {
-  Simulator simulator(program, std::move(heuristic), options);
+                Statistics* statistics, bool in_pool) {
+  Simulator simulator(program, std::move(heuristic), options, in_pool);
   Status status = simulator.RunProgram();
   *statistics = simulator.statistics();
   return status;
@@ -117,14 +178,14 @@ extern "C" {
 // fields of their structs. Returns a Code, or -1 if there is no such heuristic.
 __attribute__((visibility("default"))) int kmem_dtr_simulate(
     const int64_t* program, int64_t length, const char* heuristic,
-    const kmem::dtr::Options* options, kmem::dtr::Statistics* statistics,
-    char* message, int64_t message_bytes) {
+    const kmem::dtr::Options* options, bool in_pool,
+    kmem::dtr::Statistics* statistics, char* message, int64_t message_bytes) {
   std::unique_ptr<kmem::dtr::Heuristic> made =
       kmem::dtr::MakeHeuristic(heuristic, options->seed);
   if (made == nullptr) return -1;
   const kmem::dtr::Status status = kmem::dtr::Simulate(
       std::vector<int64_t>(program, program + length), std::move(made),
-      *options, statistics);
+      *options, statistics, in_pool);
   std::snprintf(message, message_bytes, "%s", status.message.c_str());
   return static_cast<int>(status.code);
 }

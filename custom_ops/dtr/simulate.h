@@ -24,10 +24,11 @@ namespace kmem::dtr {
 enum Instruction : int64_t { kConstant, kCall, kRetain, kRelease };
 
 // Runs a program that is well-formed, as that of kmem/dtr/simulator.py is.
-// `statistics` is set on failure, too.
+// `statistics` is set on failure, too. With `in_pool` tensors lie in a pool of
+// the size of the threshold, and the peak is that of its chunks.
 Status Simulate(const std::vector<int64_t>& program,
                 std::unique_ptr<Heuristic> heuristic, const Options& options,
-                Statistics* statistics);
+                Statistics* statistics, bool in_pool = false);
 
 }  // namespace kmem::dtr
 

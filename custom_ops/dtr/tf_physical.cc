@@ -47,6 +47,11 @@ int64_t PhysicalDevice::LimitBytes() const {
   return memory_->budget()->limit();
 }
 
+std::vector<Span> PhysicalDevice::Layout() const {
+  const Pool* pool = memory_->pool();
+  return pool == nullptr ? std::vector<Span>() : pool->Layout();
+}
+
 void PhysicalDevice::Wait() const { device_->Sync().IgnoreError(); }
 
 PhysicalDevice* ThePhysicalDevice(TFE_Context* context) {

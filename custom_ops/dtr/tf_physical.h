@@ -5,8 +5,10 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "../memory/evictor.h"
+#include "../memory/pool.h"
 #include "tensorflow/c/eager/c_api.h"
 #include "tensorflow/core/framework/device.h"
 
@@ -34,6 +36,9 @@ class PhysicalDevice {
 
   int64_t BytesInUse() const;
   int64_t LimitBytes() const;
+
+  // Of its pool; empty if it has none.
+  std::vector<Span> Layout() const;
 
   // Waits for all kernels: those of a GPU run after their operator returns.
   void Wait() const;

@@ -228,10 +228,12 @@ bool Session::MakeRoom(int64_t bytes) {
   return status.ok();
 }
 
-bool Session::MakeBlock(int64_t) {
+bool Session::MakeBlock(int64_t bytes) {
   if (knows) return false;
   Knowing knowing;
-  return runtime_.Evict();
+  const Status status = runtime_.MakeBlock(bytes);
+  if (!status.ok()) no_room_ = status.message;
+  return status.ok();
 }
 
 Statistics Session::statistics() const {
@@ -242,6 +244,12 @@ Statistics Session::statistics() const {
 // ------------------------------------------------------------------ the driver
 
 int64_t Session::BytesInUse() const { return device_->BytesInUse(); }
+
+std::vector<Span> Session::Layout() const { return device_->Layout(); }
+
+uintptr_t Session::AddressOf(const void* payload) const {
+  return ExtentOf(static_cast<const Value*>(payload)->handle.get()).start;
+}
 
 Status Session::Run(const Operator& op, std::vector<void*>* payloads) {
   if (fallback_ != nullptr &&

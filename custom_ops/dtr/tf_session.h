@@ -58,7 +58,7 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   PhysicalDevice* device() const { return device_; }
   // Evicts until `bytes` more fit below the device's limit.
   bool MakeRoom(int64_t bytes);
-  // Evicts something, for a block of `bytes` that there is no place for.
+  // Evicts, for a block of `bytes` that there is no place for.
   bool MakeBlock(int64_t bytes);
   Statistics statistics() const;
 
@@ -67,6 +67,8 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   static std::mutex knowledge_mutex;
 
   int64_t BytesInUse() const override;
+  std::vector<Span> Layout() const override;
+  uintptr_t AddressOf(const void* payload) const override;
   Status Run(const Operator& op, std::vector<void*>* payloads) override;
   void Drop(void* payload) override;
   void Forget(void* work) override;

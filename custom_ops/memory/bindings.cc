@@ -2,11 +2,14 @@
 // as in device_memory.h.
 
 #include <cstdint>
+#include <fstream>
+#include <vector>
 
 #include "cpu.h"
 #include "device_memory.h"
 #include "gpu.h"
 #include "host_allocator.h"
+#include "replay.h"
 
 extern "C" {
 
@@ -52,7 +55,7 @@ KMEM_EXPORT bool kmem_set_limit(int device, int64_t limit) {
 // Returns false if it is too late for a pool.
 KMEM_EXPORT bool kmem_ask_for_pool(int device, int kind, int64_t bytes) {
   return kmem::MemoryOf(device)->AskForPool(
-      static_cast<kmem::DeviceMemory::Kind>(kind), bytes);
+      static_cast<kmem::PoolKind>(kind), bytes);
 }
 
 KMEM_EXPORT int64_t kmem_pool_usage_bytes() { return sizeof(kmem::PoolUsage); }
@@ -77,6 +80,34 @@ KMEM_EXPORT int64_t kmem_watermark(int device, int number) {
 
 KMEM_EXPORT void kmem_close_watermark(int device, int number) {
   kmem::MemoryOf(device)->budget()->CloseWatermark(number);
+}
+
+// Writes down what a device is asked for, until `kmem_end_recording`.
+KMEM_EXPORT void kmem_begin_recording(int device) {
+  // Never destroyed: another thread may be writing to it.
+  kmem::MemoryOf(device)->SetRecording(new kmem::Recording);
+}
+
+// Returns false if the file cannot be written.
+KMEM_EXPORT bool kmem_end_recording(int device, const char* path) {
+  kmem::DeviceMemory* memory = kmem::MemoryOf(device);
+  const std::vector<kmem::Event> events = memory->recording()->Take();
+  memory->SetRecording(nullptr);
+  std::ofstream file(path, std::ios::binary);
+  file.write(reinterpret_cast<const char*>(events.data()),
+             events.size() * sizeof(kmem::Event));
+  return file.good();
+}
+
+KMEM_EXPORT int64_t kmem_live_peak(const kmem::Event* events,
+                                   int64_t num_events) {
+  return kmem::LivePeak(events, num_events);
+}
+
+KMEM_EXPORT int64_t kmem_least_pool(int kind, const kmem::Event* events,
+                                    int64_t num_events) {
+  return kmem::LeastPool(static_cast<kmem::PoolKind>(kind), events,
+                         num_events);
 }
 
 }  // extern "C"

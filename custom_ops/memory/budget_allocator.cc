@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "bfc_pool.h"
+#include "pools.h"
 
 namespace kmem {
 namespace {
@@ -59,6 +59,21 @@ void* BudgetAllocator::Allocate(const Request& request) {
     budget->Refuse(bytes);
     return nullptr;
   }
+  void* ptr = FindPlace(request, bytes);
+  if (ptr == nullptr) {
+    budget->Release(bytes);
+    budget->Refuse(bytes);
+    return nullptr;
+  }
+  if (request.num_bytes >= kLeastPooledBytes) Note(ptr, request.num_bytes);
+  return ptr;
+}
+
+void BudgetAllocator::Note(void* ptr, int64_t bytes) {
+  if (Recording* recording = memory_->recording()) recording->Add(ptr, bytes);
+}
+
+void* BudgetAllocator::FindPlace(const Request& request, int64_t bytes) {
   void* ptr = Take(request);
   // It fits, but there is no piece that is large enough.
   for (Evictor* evictor = memory_->evictor();
@@ -70,11 +85,7 @@ void* BudgetAllocator::Allocate(const Request& request) {
   if (caller == Caller::kHostData || caller == Caller::kOneDnn) {
     // From beside the pool.
     ptr = wrapped()->AllocateRaw(request.alignment, request.num_bytes);
-    if (caller == Caller::kOneDnn) budget->Owe();
-  }
-  if (ptr == nullptr) {
-    budget->Release(bytes);
-    budget->Refuse(bytes);
+    if (caller == Caller::kOneDnn) memory_->budget()->Owe();
   }
   return ptr;
 }
@@ -119,17 +130,18 @@ void* BudgetAllocator::Take(const Request& request) {
 }
 
 Pool* BudgetAllocator::MadePool() {
-  return memory_->PoolMadeBy([this](DeviceMemory::Kind, int64_t bytes) {
+  return memory_->PoolMadeBy([this](PoolKind kind, int64_t bytes) {
     void* region = wrapped()->AllocateRaw(Pool::kGrain, bytes);
     // One of no bytes refuses everything.
-    return MakeBfcPool(region, region == nullptr ? 0 : bytes);
+    return MakePool(kind, region, region == nullptr ? 0 : bytes);
   });
 }
 
 void BudgetAllocator::DeallocateRaw(void* ptr) {
   if (ptr == nullptr) return;
   if (xla_was_refused && FreesArgumentsOfXla()) return;
-  const int64_t bytes = CountedBytes(RequestedSize(ptr));
+  const size_t requested = RequestedSize(ptr);
+  if (requested >= kLeastPooledBytes) Note(ptr, 0);
   Pool* pool = memory_->pool();
   if (pool != nullptr && pool->Owns(ptr)) {
     pool->Free(ptr);
@@ -137,7 +149,7 @@ void BudgetAllocator::DeallocateRaw(void* ptr) {
     wrapped()->DeallocateRaw(ptr);
   }
   // Last: until then the bytes are there.
-  memory_->budget()->Release(bytes);
+  memory_->budget()->Release(CountedBytes(requested));
 }
 
 // All three may be asked of a tensor whose allocation was refused.

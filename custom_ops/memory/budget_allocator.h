@@ -71,7 +71,9 @@ class BudgetAllocator : public tsl::AllocatorWrapper {
 
   void* Allocate(const Request& request);
   bool Reserve(int64_t bytes, Attributes who);
+  void* FindPlace(const Request& request, int64_t bytes);
   void* Take(const Request& request);
+  void Note(void* ptr, int64_t bytes);
   Caller Refused(Attributes who);
   Pool* MadePool();
 

@@ -17,13 +17,12 @@
 #include "budget.h"
 #include "evictor.h"
 #include "pool.h"
+#include "recording.h"
 
 namespace kmem {
 
 class DeviceMemory {
  public:
-  enum class Kind : int { kNone, kBfc };
-
   Budget* budget() { return &budget_; }
 
   // The limit is never above the pool's size.
@@ -38,7 +37,7 @@ class DeviceMemory {
 
   // Has blocks come from a pool of this size. Returns false if it is too late:
   // there have been some.
-  bool AskForPool(Kind kind, int64_t bytes) {
+  bool AskForPool(PoolKind kind, int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (is_decided_) return false;
     kind_ = kind;
@@ -52,7 +51,7 @@ class DeviceMemory {
   Pool* PoolMadeBy(Make make) {
     if (!is_decided_.load(std::memory_order_acquire)) {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (!is_decided_ && kind_ != Kind::kNone) {
+      if (!is_decided_ && kind_ != PoolKind::kNone) {
         pool_ = make(kind_, pool_bytes_.load());
       }
       is_decided_.store(true, std::memory_order_release);
@@ -68,6 +67,10 @@ class DeviceMemory {
     return true;
   }
 
+  // Where requests are written down, if they are.
+  Recording* recording() const { return recording_; }
+  void SetRecording(Recording* recording) { recording_ = recording; }
+
   // nullptr if there is none, or not yet.
   Pool* pool() const {
     return is_decided_.load(std::memory_order_acquire) ? pool_.get() : nullptr;
@@ -76,9 +79,10 @@ class DeviceMemory {
  private:
   Budget budget_;
   std::atomic<Evictor*> evictor_{nullptr};
+  std::atomic<Recording*> recording_{nullptr};
   std::mutex mutex_;
   std::atomic<bool> is_decided_{false};
-  Kind kind_ = Kind::kNone;
+  PoolKind kind_ = PoolKind::kNone;
   std::atomic<int64_t> pool_bytes_{Budget::kNoLimit};
   std::unique_ptr<Pool> pool_;
 };
@@ -89,7 +93,7 @@ constexpr int kMostDevices = 65;
 // outlive static destructors.
 inline DeviceMemory* MemoryOf(int number) {
   static DeviceMemory* memories = new DeviceMemory[kMostDevices];
-  return number >= 0 && number < kMostDevices ? memories + number : nullptr;
+  return memories + number;
 }
 
 inline DeviceMemory* MemoryOfCpu() { return MemoryOf(0); }

@@ -23,16 +23,15 @@ class BudgetedGpus : public tensorflow::GPUProcessState {
       const std::vector<tsl::TfDeviceId>& peers) override {
     tensorflow::Allocator* own = GPUProcessState::GetGPUAllocator(
         options, device, total_bytes, peers);
-    DeviceMemory* memory = MemoryOfGpu(device.value());
     // It tracks sizes unless TF_GPU_ALLOCATOR asks for one that does not.
-    if (own == nullptr || memory == nullptr || !own->TracksAllocationSizes()) {
-      return own;
-    }
+    if (own == nullptr || !own->TracksAllocationSizes()) return own;
+    const int index = device.value();
+    if (index + 1 >= kMostDevices) return own;
     std::lock_guard<std::mutex> lock(mutex_);
     std::unique_ptr<BudgetAllocator>& budgeted = allocators_[own];
     if (budgeted == nullptr) {
-      budgeted =
-          std::make_unique<BudgetAllocator>(memory, own, /*grants=*/false);
+      budgeted = std::make_unique<BudgetAllocator>(MemoryOfGpu(index), own,
+                                                   /*grants=*/false);
     }
     return budgeted.get();
   }

@@ -20,6 +20,9 @@
 
 namespace kmem {
 
+// Who cuts the region: kmem (best_fit_pool.h) or TensorFlow (pools.cc).
+enum class PoolKind : int { kNone, kBestFit, kBfc };
+
 // In bytes.
 struct PoolUsage {
   int64_t size = 0;
@@ -27,6 +30,13 @@ struct PoolUsage {
   int64_t chunks = 0;        // What was handed out for it: at least that.
   int64_t peak_chunks = 0;   // The most that they have been.
   int64_t largest_free = 0;  // The largest block that there is room for.
+};
+
+// A chunk, or a free piece.
+struct Span {
+  uintptr_t start;
+  int64_t bytes;
+  bool is_free;
 };
 
 class Pool {
@@ -39,6 +49,11 @@ class Pool {
   virtual ~Pool() = default;
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
+
+  // What a block takes at least.
+  static size_t Round(size_t bytes) {
+    return (std::max<size_t>(bytes, 1) + kGrain - 1) / kGrain * kGrain;
+  }
 
   // nullptr if no free piece is large enough.
   void* Allocate(size_t bytes) {
@@ -79,16 +94,19 @@ class Pool {
     usage.blocks = block_bytes_;
     usage.chunks = chunk_bytes_;
     usage.peak_chunks = peak_chunk_bytes_;
-    const char* end = start_;
-    const auto look = [&](const char* next) {
-      usage.largest_free = std::max<int64_t>(usage.largest_free, next - end);
-    };
-    for (const auto& [chunk, bytes] : blocks_) {
-      look(chunk);
-      end = chunk + bytes.second;
-    }
-    look(start_ + size_);
+    VisitSpans([&](const Span& span) {
+      if (!span.is_free) return;
+      usage.largest_free = std::max(usage.largest_free, span.bytes);
+    });
     return usage;
+  }
+
+  // What lies where, in the order of addresses.
+  std::vector<Span> Layout() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<Span> spans;
+    VisitSpans([&](const Span& span) { spans.push_back(span); });
+    return spans;
   }
 
   void ResetPeak() {
@@ -102,10 +120,6 @@ class Pool {
   void Unlock() { mutex_.unlock(); }
 
  protected:
-  static size_t Round(size_t bytes) {
-    return (std::max<size_t>(bytes, 1) + kGrain - 1) / kGrain * kGrain;
-  }
-
   // Cuts out a chunk of at least `bytes`, and says how large it is. Nobody
   // else does so at the time.
   virtual std::pair<char*, size_t> Take(size_t bytes) = 0;
@@ -115,6 +129,21 @@ class Pool {
   const size_t size_;
 
  private:
+  template <typename Visit>
+  void VisitSpans(Visit visit) const {
+    const auto address = [](const char* at) {
+      return reinterpret_cast<uintptr_t>(at);
+    };
+    const char* end = start_;
+    for (const auto& [chunk, bytes] : blocks_) {
+      if (chunk > end) visit(Span{address(end), chunk - end, true});
+      end = chunk + bytes.second;
+      visit(Span{address(chunk), end - chunk, false});
+    }
+    const char* last = start_ + size_;
+    if (last > end) visit(Span{address(end), last - end, true});
+  }
+
   mutable std::mutex mutex_;
   // By address: the bytes asked for, and those of the chunk.
   std::map<char*, std::pair<size_t, size_t>> blocks_;

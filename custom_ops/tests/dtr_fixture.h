@@ -25,9 +25,15 @@ class Buffer {
   Buffer(int64_t bytes, int64_t* in_use) : bytes_(bytes), in_use_(in_use) {
     *in_use_ += bytes_;
   }
-  ~Buffer() { *in_use_ -= bytes_; }
+  ~Buffer() {
+    *in_use_ -= bytes_;
+    if (pool != nullptr) pool->Free(block);
+  }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
+
+  Pool* pool = nullptr;  // Where it is in, and where there.
+  void* block = nullptr;
 
  private:
   const int64_t bytes_;
@@ -59,9 +65,9 @@ class FakeDriver : public Driver {
       CHECK_TRUE(input.tensor->defined);
       inputs.push_back(input.tensor);
     }
-    *payloads = Compute(work, inputs);
-    order.push_back(work.number);
-    return Status();
+    status = Compute(work, inputs, payloads);
+    if (status.ok()) order.push_back(work.number);
+    return status;
   }
 
   void Drop(void* payload) override {
@@ -72,23 +78,52 @@ class FakeDriver : public Driver {
 
   void Forget(void* work) override { delete static_cast<Work*>(work); }
 
-  std::vector<void*> Compute(const Work& work,
-                             const std::vector<const Tensor*>& inputs) {
+  std::vector<Span> Layout() const override {
+    return pool == nullptr ? std::vector<Span>() : pool->Layout();
+  }
+  uintptr_t AddressOf(const void* payload) const override {
+    const Buffer& buffer = *static_cast<const Value*>(payload)->buffer;
+    return reinterpret_cast<uintptr_t>(buffer.block);
+  }
+
+  // A place in the pool, if there is one.
+  Status Find(int64_t bytes, std::shared_ptr<Buffer>* buffer) {
+    void* block = nullptr;
+    while (pool != nullptr &&
+           (block = pool->Allocate(bytes)) == nullptr) {
+      Status status = runtime->MakeBlock(bytes);
+      if (!status.ok()) return status;
+    }
+    *buffer = std::make_shared<Buffer>(bytes, &this->bytes);
+    (*buffer)->pool = pool;
+    (*buffer)->block = block;
+    return Status();
+  }
+
+  Status Compute(const Work& work, const std::vector<const Tensor*>& inputs,
+                 std::vector<void*>* payloads) {
+    std::vector<std::shared_ptr<Buffer>> buffers;
+    for (const Output& output : work.outputs) {
+      buffers.emplace_back();
+      if (output.view_of != Output::kOwnStorage) continue;
+      Status status = Find(output.bytes, &buffers.back());
+      if (!status.ok()) return status;
+    }
     int64_t number = 7 * work.number + 1;
     for (const Tensor* input : inputs) {
       number = (31 * number + ValueOf(*input).number) % 1000003;
     }
-    std::vector<void*> payloads;
-    for (const Output& output : work.outputs) {
-      std::shared_ptr<Buffer> buffer =
-          output.view_of == Output::kOwnStorage
-              ? std::make_shared<Buffer>(output.bytes, &bytes)
-              : ValueOf(*inputs[output.view_of]).buffer;
-      auto* value = new Value{++number, std::move(buffer)};
+    payloads->clear();
+    for (size_t i = 0; i < work.outputs.size(); ++i) {
+      const int view_of = work.outputs[i].view_of;
+      if (view_of != Output::kOwnStorage) {
+        buffers[i] = ValueOf(*inputs[view_of]).buffer;
+      }
+      auto* value = new Value{++number, std::move(buffers[i])};
       values.insert(value);
-      payloads.push_back(value);
+      payloads->push_back(value);
     }
-    return payloads;
+    return Status();
   }
 
   static const Value& ValueOf(const Tensor& tensor) {
@@ -97,6 +132,7 @@ class FakeDriver : public Driver {
   }
 
   Runtime* runtime = nullptr;
+  Pool* pool = nullptr;  // Where buffers come from, if there is one.
   int64_t bytes = 0;  // Of all buffers.
   int fails = -1;                // The operator that fails when it runs again.
   std::vector<int> order;        // What ran again.
@@ -127,8 +163,13 @@ class Session {
     status = runtime.MakeRoom(bytes);
     if (status.ok()) {
       auto work = std::make_unique<Work>(Work{num_operators++, outputs});
-      const std::vector<void*> payloads =
-          driver.Compute(*work, {inputs.begin(), inputs.end()});
+      std::vector<void*> payloads;
+      status = driver.Compute(*work, {inputs.begin(), inputs.end()},
+                              &payloads);
+      if (!status.ok()) {
+        runtime.Unlock(inputs);
+        return made;
+      }
       std::vector<Output> recorded = outputs;
       for (size_t i = 0; i < outputs.size(); ++i) {
         recorded[i].payload = payloads[i];

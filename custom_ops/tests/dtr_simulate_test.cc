@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "memory/pool.h"
 #include "tests/check.h"
 
 namespace {
@@ -91,6 +92,43 @@ void WhatIsHeldAtTheEndIsThereAtTheEnd() {
   CHECK_EQUAL(statistics.live_bytes, 60);
 }
 
+// Tensors of one to five grains, each made from the one before and held, then
+// let go of from the last to the first.
+std::vector<int64_t> ChainOfSizes(int n) {
+  constexpr int64_t kGrain = kmem::Pool::kGrain;
+  std::vector<int64_t> program = {kConstant, kGrain};
+  for (int i = 0; i < n; ++i) {
+    const int64_t bytes = (1 + 3 * i % 5) * kGrain;
+    program.insert(program.end(), {kCall, 1, 1, i, 1, bytes, -1});
+  }
+  for (int i = n; i > 1; --i) {
+    program.insert(program.end(), {kCall, 1, 1, i, 1, kGrain, -1});
+    program.insert(program.end(), {kRelease, 2 * n + 1 - i, kRelease, i});
+  }
+  return program;
+}
+
+void InAPoolItStaysWithinItAndRepeats() {
+  constexpr int64_t kGrain = kmem::Pool::kGrain;
+  const auto run = [](int64_t units) {
+    Options options;
+    options.threshold_bytes = units * kGrain;
+    Statistics statistics;
+    const Status status =
+        Simulate(ChainOfSizes(40), kmem::dtr::MakeHeuristic("lru", 0), options,
+                 &statistics, /*in_pool=*/true);
+    CHECK_TRUE(status.ok());
+    CHECK_TRUE(statistics.peak_bytes <= options.threshold_bytes);
+    return statistics;
+  };
+  CHECK_EQUAL(run(1000).num_recomputations, 0);
+  for (const int64_t units : {60, 30, 20}) {
+    const Statistics found = run(units);
+    CHECK_TRUE(found.num_recomputations > 0);
+    CHECK_EQUAL(found.num_recomputations, run(units).num_recomputations);
+  }
+}
+
 void AViewTakesNoBytes() {
   const std::vector<int64_t> program = {
       kConstant, 10, kCall, 5, 1, 0, 1, 40, -1, kCall, 1, 1, 1, 1, 40, 0};
@@ -107,6 +145,7 @@ int main() {
   ALongChainFitsInLittleMemory();
   TheBudgetIsKeptOrRefused();
   WhatIsHeldAtTheEndIsThereAtTheEnd();
+  InAPoolItStaysWithinItAndRepeats();
   AViewTakesNoBytes();
   return 0;
 }

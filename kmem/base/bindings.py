@@ -13,8 +13,8 @@ _POINTER = ctypes.c_void_p
 _TEXT = ctypes.c_char_p
 _DEVICE = ctypes.c_int
 
-# Who cuts a pool, in the order of custom_ops/memory/device_memory.h.
-NO_POOL, BFC_POOL = range(2)
+# Who cuts a pool, in the order of custom_ops/memory/pool.h.
+NO_POOL, OWN_POOL, BFC_POOL = range(3)
 
 # Of DTR, in the order of custom_ops/dtr/heuristic.h.
 HEURISTICS = tuple(
@@ -97,6 +97,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "kmem_set_limit": (ctypes.c_bool, _DEVICE, _INT),
     "kmem_ask_for_pool": (ctypes.c_bool, _DEVICE, ctypes.c_int, _INT),
     "kmem_pool_usage": (ctypes.c_bool, _DEVICE, ctypes.POINTER(PoolUsage)),
+    "kmem_begin_recording": (None, _DEVICE),
+    "kmem_end_recording": (ctypes.c_bool, _DEVICE, _TEXT),
+    "kmem_live_peak": (_INT, _POINTER, _INT),
+    "kmem_least_pool": (_INT, ctypes.c_int, _POINTER, _INT),
     "kmem_reset_peak": (None, _DEVICE),
     "kmem_open_watermark": (ctypes.c_int, _DEVICE),
     "kmem_watermark": (_INT, _DEVICE, ctypes.c_int),
@@ -111,7 +115,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "kmem_dtr_statistics": (None, _POINTER, _STATISTICS),
     "kmem_dtr_simulate": (
         *(ctypes.c_int, _POINTER, _INT, _TEXT),
-        *(_OPTIONS, _STATISTICS, _TEXT, _INT),
+        *(_OPTIONS, ctypes.c_bool, _STATISTICS, _TEXT, _INT),
     ),
 }
 

@@ -148,7 +148,7 @@ def _register(path: pathlib.Path | None) -> bool:
         size = os.environ.get("KMEM_POOL")
         if size and _state.registered:
             _state.library.kmem_ask_for_pool(
-                0, bindings.BFC_POOL, parse_size(size, "KMEM_POOL")
+                0, bindings.OWN_POOL, parse_size(size, "KMEM_POOL")
             )
         return _state.registered
 

@@ -8,9 +8,10 @@ to be in memory together at its end; the cost is
 
     time of all operators that ran / time of the program's operators.
 
-What it does not know: workspace, fragmentation, and the time that deciding
-takes. An operator is taken to run again with the same results. A `Forecast`
-adds what a recorded step does not tell.
+What it does not know: workspace, and the time that deciding takes; nor, but
+for a `simulate` in a pool, that what is free lies in pieces. An operator is
+taken to run again with the same results. A `Forecast` adds what a recorded step
+does not tell.
 """
 
 import ctypes
@@ -71,6 +72,7 @@ def simulate(
     sqrt_sampling: bool = False,
     seed: int = 0,
     slowdown_limit: float = 4.0,
+    in_pool: bool = False,
 ) -> Simulation:
     """Runs a program in a budget.
 
@@ -82,6 +84,8 @@ def simulate(
         sqrt_sampling: Look at about the square root of the candidates.
         seed: Of what is drawn at random.
         slowdown_limit: When to give up, in times of the program.
+        in_pool: Whether tensors lie in a pool of the budget's size, as under
+            `kmem.memory.limit(pool=True)`. The peak is then the pool's.
 
     Returns:
         A `Simulation`.
@@ -127,6 +131,7 @@ def simulate(
         len(program.numbers),
         heuristic.encode(),
         ctypes.byref(options),
+        in_pool,
         ctypes.byref(found),
         message,
         len(message),

@@ -226,7 +226,7 @@ def test_nothing_is_built_from_the_tests_of_the_sources():
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["budget_test", "storage_test"])
+@pytest.mark.parametrize("name", ["budget_test", "storage_test", "pool_test"])
 def test_the_core_passes_its_own_tests(tmp_path, name):
     folder = building.sources_folder()
     command = [

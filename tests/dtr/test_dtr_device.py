@@ -507,7 +507,7 @@ IN_A_POOL = """
 """
 
 
-@pytest.mark.parametrize("pool", [True])
+@pytest.mark.parametrize("pool", [True, "bfc"])
 def test_what_has_no_place_in_a_pool_is_made_room_for(python, pool):
     code = IN_A_POOL.format(size=12_000_000, pool=repr(pool))
     status, output, errors = python.run(code)

@@ -129,3 +129,14 @@ def test_a_number_that_does_not_fit_is_refused(tmp_path, seed):
         simulate(program, seed=seed)
     with pytest.raises(ValueError, match="`threshold_bytes` must fit"):
         simulate(program, 2**64 + 5)
+
+
+def test_in_a_pool_of_the_budget_a_program_stays_within_it(program):
+    # Every tensor, of ten bytes, takes a grain of the pool.
+    found = simulate(program, 10**6, in_pool=True)
+    assert found.num_recomputations == 0
+    assert found.peak_bytes == 256 * simulate(program).peak_bytes // 10
+    found = simulate(program, 20 * 256, in_pool=True)
+    assert found.num_recomputations > 0
+    assert found.peak_bytes <= 20 * 256
+    assert simulate(program, 20 * 256, in_pool=True) == found

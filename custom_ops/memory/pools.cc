@@ -1,5 +1,6 @@
-#include "bfc_pool.h"
+#include "pools.h"
 
+#include "best_fit_pool.h"
 #include "tensorflow/core/common_runtime/gpu/gpu_bfc_allocator.h"
 #include "xla/tsl/framework/allocator.h"
 
@@ -30,6 +31,8 @@ class Region : public tsl::SubAllocator {
   bool is_taken_ = false;
 };
 
+// TensorFlow cuts it, as it does a GPU's memory: with its GPUBFCAllocator, and
+// what that is set to by default there.
 class BfcPool : public Pool {
  public:
   BfcPool(void* region, size_t bytes)
@@ -53,8 +56,9 @@ class BfcPool : public Pool {
 
 }  // namespace
 
-std::unique_ptr<Pool> MakeBfcPool(void* region, size_t bytes) {
-  return std::make_unique<BfcPool>(region, bytes);
+std::unique_ptr<Pool> MakePool(PoolKind kind, void* region, size_t bytes) {
+  if (kind == PoolKind::kBfc) return std::make_unique<BfcPool>(region, bytes);
+  return std::make_unique<BestFitPool>(region, bytes);
 }
 
 }  // namespace kmem
