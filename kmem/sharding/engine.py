@@ -173,8 +173,8 @@ class Group(Engine):
         """The sum of the rows that are this one's."""
         sent, received = _coded(tensor)
         rows = received(self._call(tf.raw_ops.CollectiveAllToAllV2, sent, name))
-        dtype: Any = rows.dtype
-        rows = tf.cast(rows, _SUMMED_IN.get(dtype, dtype))
+        wider: Any = _SUMMED_IN.get(rows.dtype, rows.dtype)
+        rows = tf.cast(rows, wider)
         with tf.device(self.device):
             return tf.cast(tf.reduce_sum(rows, axis=0), tensor.dtype)
 
