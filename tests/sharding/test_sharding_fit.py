@@ -329,6 +329,8 @@ def test_what_cannot_be_sharded_is_refused(make, options, message):
 
 
 def test_keras_distribution_is_refused():
+    if keras.__version__.startswith("3.12."):
+        pytest.skip("Keras 3.12 has no distribution on TensorFlow")
     distribution = keras.distribution.DataParallel(devices=["cpu:0"])
     model, arguments = cases.plain()
     keras.distribution.set_distribution(distribution)
@@ -361,7 +363,8 @@ def test_layers_that_see_one_process_s_examples_are_named_once(monkeypatch):
         fit(model, cases.regression())
     fit(model, cases.regression())
 
-    (message,) = [str(warning.message) for warning in warnings]
+    told = [each for each in warnings if each.category is UserWarning]
+    (message,) = [str(warning.message) for warning in told]
     assert "synchronized=True" in message
     assert message.endswith("2 processes, layers alone (BatchNormalization)")
 

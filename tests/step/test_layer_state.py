@@ -65,8 +65,6 @@ def test_a_moving_mean_is_that_of_the_whole_batch(mode):
     np.testing.assert_allclose(*means, rtol=1e-12)
 
 
-# Of Keras 3.12, which pytest forgets when it has looked for another one.
-@pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_layers_whose_state_depends_on_examples_are_named_once():
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
