@@ -82,6 +82,8 @@ def choose(
             f"memory_budget={options.memory_budget!r}"
         )
     in_use = planner.in_use_bytes(model, batch, given)
+    # All have to choose the same.
+    in_use = agreeing.highest(agreeing.processes(given), in_use)
     may_differ = "batch_statistics" in options.allow
     room = budget_bytes - reserved_bytes
     menu = Menu(model, batch, room, in_use, verbose)
@@ -198,7 +200,9 @@ class _Search:
 
     def _layers_that_differ(self, options: MemoryOptions) -> list:
         """The layers whose numbers are others in micro-batches."""
-        session = Session(self._menu.model, with_count(options, 2))
+        # They are the same in shards.
+        two = dataclasses.replace(with_count(options, 2), sharding=None)
+        session = Session(self._menu.model, two)
         specs = batches.with_rows(self._menu.batch, None)
         return session.layers_that_differ(specs)
 
