@@ -7,12 +7,16 @@ program, every block of 1 kB or more that is asked for and given back. They are
 replayed in pools of kmem's own and of TensorFlow's `GPUBFCAllocator`, and the
 smallest of each kind in which every block finds a place is found by halving.
 
-The second: DTR trains in a pool of the size of its threshold, in a process of
+With `--traces`, recorded steps are simulated under DTR, with and without a
+pool of the size of the threshold.
+
+The last: DTR trains in a pool of the size of its threshold, in a process of
 its own, and the losses are those of plain eager steps.
 """
 
 import argparse
 import json
+import pathlib
 import tempfile
 import time
 
@@ -156,6 +160,44 @@ def write_replays(write, names):
     return peaks
 
 
+def write_simulated(write, paths):
+    from kmem.dtr.simulator import BudgetFailed
+    from kmem.dtr.simulator import simulate
+    from kmem.dtr.trace import read_program
+
+    write(
+        "\n## DTR, simulated\n\n"
+        "The time of a step over that without a threshold, and how many "
+        "operators ran again. The threshold is a share of the step's peak, "
+        "and the size of the pool.\n\n"
+        "| step | threshold | dtr_eq, no pool | in the pool "
+        "| ancestors, no pool | in the pool |\n|---|---|---|---|---|---|\n"
+    )
+    for path in paths:
+        program = read_program(path)
+        peak = simulate(program).peak_bytes
+        for share in (0.9, 0.7, 0.5, 0.4, 0.3):
+            row = []
+            for heuristic in ("dtr_eq", "ancestors"):
+                for in_pool in (False, True):
+                    try:
+                        found = simulate(
+                            program,
+                            int(share * peak),
+                            heuristic,
+                            slowdown_limit=7,
+                            in_pool=in_pool,
+                        )
+                    except BudgetFailed:
+                        row.append("fails")
+                        continue
+                    row.append(
+                        f"{found.slowdown:.3f} ({found.num_recomputations})"
+                    )
+            name = path.name.split(".")[0]
+            write(f"| {name} | {share} | {' | '.join(row)} |\n")
+
+
 def write_dtr(write, name, peak, shares):
     plain = result_of(name, "none", 4 * peak)["losses"]
     for share in shares:
@@ -178,6 +220,7 @@ def main():
     parser.add_argument("--child", nargs=3)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
+    parser.add_argument("--traces", nargs="*", type=pathlib.Path, default=[])
     table.add_output(parser)
     args = parser.parse_args()
     if args.child:
@@ -186,6 +229,8 @@ def main():
     header = f"# Pools with holes\n\n{table.made_by(__file__)}\n"
     write = table.writer(args.output, header)
     peaks = write_replays(write, args.models)
+    if args.traces:
+        write_simulated(write, args.traces)
     write(
         "\n## DTR in a pool of the size of its threshold\n\n"
         "The threshold, also as a share of the live peak of eager steps. "
