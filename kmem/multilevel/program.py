@@ -158,6 +158,7 @@ class Program(keras.Model):
             edges = structure.choose_edges(
                 self.levels, edges, self._wanted_edges
             )
+        structure.check_responses(self.levels, edges)
         if self._structure is None:
             with strategy.scope():
                 self._structure = structure.Structure(self.levels, edges)

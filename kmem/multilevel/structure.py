@@ -4,9 +4,10 @@ An edge (a, b) says that the loss of level a reads variables of level b. If a
 is above b, b's variables react to nothing of a's by it, and a's loss depends
 on b's; if a is below b, b's variables shape what a learns. The gradient of a
 level's loss reaches its variables along all paths through levels below it,
-each of which is passed at most once. What this module does not do: derive a
-level's response to how the levels below respond, which takes third
-derivatives; each level responds through its own loss.
+each of which is passed at most once. What this module does not do: derive the
+response of a level whose own gradient passes through levels below, which takes
+third derivatives. Every level that is passed responds through its own loss
+alone, and `check_responses` refuses programs in which that is not all.
 """
 
 import itertools
@@ -171,6 +172,36 @@ def choose_edges(
     return frozenset(by_name[pair] for pair in pairs)
 
 
+def check_responses(levels: list[Level], edges: Edges) -> None:
+    """Refuses gradients through a level that responds by levels below it.
+
+    A level that reads none of those that depend on it responds as its own loss
+    says. If all levels below the top one are of this kind, they depend on each
+    other in no circle, and the paths are the chain rule.
+
+    Raises:
+        ValueError: If a gradient passes through another level.
+    """
+    names = [level.name for level in levels]
+    for top in range(len(levels)):
+        onward = _reachable(edges, top, top)
+        for number in sorted(onward - {top}):
+            tree = _paths(edges, number)
+            if not tree or top not in _reachable(edges, number, top):
+                continue
+            path = " -> ".join(names[i] for i in (number, *routes(tree)[0]))
+            raise ValueError(
+                "A level that the gradient of a level above passes through "
+                "must respond by its own loss alone: its loss may read no "
+                "level below that depends on it in turn, since that takes "
+                "third derivatives. Make one level of them, with one loss, "
+                "or leave the first edge out of `edges`: then the level takes "
+                "what is below for constant, in its own gradient too. "
+                f"Received: the gradient of level '{names[top]}' through "
+                f"level '{names[number]}', whose own goes {path}"
+            )
+
+
 def routes(tree: Tree) -> list[list[int]]:
     """The paths one by one, each the levels that it reaches in turn."""
     return [
@@ -200,6 +231,16 @@ def _paths(edges: Edges, top: int) -> Tree:
         for reader, other in sorted(edges)
         if reader == top > other and (tree := onward(other, frozenset({other})))
     }
+
+
+def _reachable(edges: Edges, start: int, top: int) -> set[int]:
+    """The levels up to the top one that a level's loss depends on."""
+    found: set[int] = set()
+    new = {start}
+    while new:
+        new = {b for a, b in edges if a in new and b <= top} - found
+        found |= new
+    return found
 
 
 def _passed(tree: Tree) -> set[int]:

@@ -104,6 +104,74 @@ def test_a_chain_of_three_levels_has_the_gradient_of_the_closed_form(
     assert relative_error(found, expected) < 1e-10
 
 
+class Nested:
+    """A middle level that is paid by how the lowest one answers it.
+
+    The lowest wants w = 2 v + x, the middle v = 3 x and w = 0, and the top
+    v = 1, of which `blind` takes nothing.
+    """
+
+    def __init__(self, blind=False, **options):
+        low, middle, top = (Vector([0.5], name) for name in "wvx")
+
+        def lowest(c):
+            error = low.entries - 2 * middle.entries - top.entries
+            return ops.mean(c) * ops.sum(error**2) / 2
+
+        def between(c):
+            squares = (middle.entries - 3 * top.entries) ** 2 + low.entries**2
+            return ops.mean(c) * ops.sum(squares) / 2
+
+        def highest(c):
+            wanted = top.entries if blind else middle.entries
+            return ops.mean(c) * ops.sum((wanted - 1.0) ** 2) / 2
+
+        levels = [
+            Level(model, loss, keras.optimizers.SGD(rate))
+            for model, loss, rate in zip(
+                (low, middle, top),
+                (lowest, between, highest),
+                (0.0, 0.0, 1.0),
+                strict=True,
+            )
+        ]
+        self.program = Program(levels, **options)
+
+    def gradients(self):
+        low, middle, top = self.program.levels
+        middle.optimizer.learning_rate = 1.0
+        before = [v.numpy()[0] for v in self.program.variables]
+        self.program.fit(dict.fromkeys("wvx", ONES), verbose=0)
+        after = [v.numpy()[0] for v in self.program.variables]
+        return dict(zip("wvx", np.subtract(before, after), strict=True))
+
+
+def test_a_level_whose_response_takes_third_derivatives_is_refused():
+    # Through the middle's own loss the top's gradient would be 3 (v - 1),
+    # while v = x / 5 makes it (v - 1) / 5.
+    case = Nested()
+    with pytest.raises(ValueError, match="'x' through level 'v'.*v -> w -> v"):
+        case.gradients()
+
+
+def test_such_a_level_is_trained_where_no_gradient_passes_through_it():
+    found = Nested(blind=True).gradients()
+
+    # Of the middle: v - 3 x + 2 w, with w = 0.5 where it is.
+    assert found["v"] == pytest.approx(0.5 - 1.5 + 1.0)
+    assert found["x"] == pytest.approx(-0.5)
+
+
+def test_without_its_edge_a_level_takes_those_below_for_constant():
+    edges = [("x", "v"), ("v", "x"), ("w", "v"), ("w", "x")]
+
+    found = Nested(edges=edges).gradients()
+
+    # The middle has moved to v = 1.5 when the top's gradient is taken.
+    assert found["v"] == pytest.approx(0.5 - 1.5)
+    assert found["x"] == pytest.approx(3 * (1.5 - 1.0))
+
+
 def assert_close(got, want, tolerance):
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, tolerance, tolerance)
