@@ -203,10 +203,13 @@ class Usage:
     """What `track` measures, in bytes.
 
     Inside the block `peak_bytes` and `end_bytes` are those up to now.
+
+    Attributes:
+        number: The device's, in the native library.
     """
 
     def __init__(self, number: int) -> None:
-        self._number = number
+        self.number = number
         self._mark = native.allocator().kmem_open_watermark(number)
         if self._mark < 0:
             raise RuntimeError(
@@ -221,18 +224,18 @@ class Usage:
         """The most bytes that were in use in the block."""
         if self._final:
             return self._final[0]
-        return native.allocator().kmem_watermark(self._number, self._mark)
+        return native.allocator().kmem_watermark(self.number, self._mark)
 
     @property
     def end_bytes(self) -> int:
         """The bytes that were in use at the end of the block."""
         if self._final:
             return self._final[1]
-        return native.stats(self._number).in_use
+        return native.stats(self.number).in_use
 
     def _close(self) -> None:
         self._final = (self.peak_bytes, self.end_bytes)
-        native.allocator().kmem_close_watermark(self._number, self._mark)
+        native.allocator().kmem_close_watermark(self.number, self._mark)
 
 
 @contextlib.contextmanager
@@ -278,7 +281,7 @@ def capacity(device: str | None = None) -> int:
 
     number = _number(device)
     limit = native.stats(number).limit if native.is_registered() else None
-    if number != _CPU:
+    if number != bindings.CPU:
         whole = private_tf.memory_limits("GPU")[f"/device:GPU:{number - 1}"]
         return whole if limit is None else min(whole, limit)
     if limit is not None:
@@ -325,21 +328,18 @@ def _kind(pool: bool | str) -> int:
     return bindings.BFC_POOL
 
 
-_CPU = 0
-
-
 def _number(device: str | None) -> int:
     """The device's number in the native library: that of GPU i is i + 1."""
     import tensorflow as tf
 
     gpus = tf.config.get_visible_devices("GPU")
     if device is None:
-        return 1 if gpus else _CPU
+        return 1 if gpus else bindings.CPU
     match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
     kind = match[1].upper() if match else ""
     index = int(match[2] or 0) if match else 0
     if kind == "CPU" and index < _num_cpus():
-        return _CPU
+        return bindings.CPU
     if kind == "GPU" and index < len(gpus):
         return index + 1
     devices = [f"CPU:{i}" for i in range(_num_cpus())]

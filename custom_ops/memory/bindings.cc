@@ -60,6 +60,11 @@ KMEM_EXPORT bool kmem_ask_for_pool(int device, int kind, int64_t bytes) {
 
 KMEM_EXPORT int64_t kmem_pool_usage_bytes() { return sizeof(kmem::PoolUsage); }
 
+// Who cuts it, as a PoolKind.
+KMEM_EXPORT int kmem_pool_kind(int device) {
+  return static_cast<int>(kmem::MemoryOf(device)->pool_kind());
+}
+
 // Returns false if there is no pool.
 KMEM_EXPORT bool kmem_pool_usage(int device, kmem::PoolUsage* usage) {
   return kmem::MemoryOf(device)->GetPoolUsage(usage);
@@ -84,8 +89,23 @@ KMEM_EXPORT void kmem_close_watermark(int device, int number) {
 
 // Writes down what a device is asked for, until `kmem_end_recording`.
 KMEM_EXPORT void kmem_begin_recording(int device) {
+  kmem::DeviceMemory* memory = kmem::MemoryOf(device);
+  const kmem::Pool* pool = memory->pool();
   // Never destroyed: another thread may be writing to it.
-  kmem::MemoryOf(device)->SetRecording(new kmem::Recording);
+  memory->SetRecording(new kmem::Recording(
+      pool ? pool->usage().chunks : memory->budget()->in_use()));
+}
+
+// Ends the recording, and returns the size of a pool of the kind in which all
+// of it finds a place, besides what was in use before.
+KMEM_EXPORT int64_t kmem_end_recording_in_pool(int device, int kind) {
+  kmem::DeviceMemory* memory = kmem::MemoryOf(device);
+  kmem::Recording* recording = memory->recording();
+  memory->SetRecording(nullptr);
+  const std::vector<kmem::Event> events = recording->Take();
+  return kmem::LeastPool(static_cast<kmem::PoolKind>(kind),
+                         kmem::WithPast(recording->held_bytes(), events.data(),
+                                        events.size()));
 }
 
 // Returns false if the file cannot be written.
@@ -101,13 +121,13 @@ KMEM_EXPORT bool kmem_end_recording(int device, const char* path) {
 
 KMEM_EXPORT int64_t kmem_live_peak(const kmem::Event* events,
                                    int64_t num_events) {
-  return kmem::LivePeak(events, num_events);
+  return kmem::LivePeak(kmem::WithPast(0, events, num_events));
 }
 
 KMEM_EXPORT int64_t kmem_least_pool(int kind, const kmem::Event* events,
                                     int64_t num_events) {
-  return kmem::LeastPool(static_cast<kmem::PoolKind>(kind), events,
-                         num_events);
+  return kmem::LeastPool(static_cast<kmem::PoolKind>(kind),
+                         kmem::WithPast(0, events, num_events));
 }
 
 }  // extern "C"

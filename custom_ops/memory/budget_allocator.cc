@@ -141,7 +141,9 @@ void BudgetAllocator::DeallocateRaw(void* ptr) {
   if (ptr == nullptr) return;
   if (xla_was_refused && FreesArgumentsOfXla()) return;
   const size_t requested = RequestedSize(ptr);
-  if (requested >= kLeastPooledBytes) Note(ptr, 0);
+  if (requested >= kLeastPooledBytes) {
+    Note(ptr, -static_cast<int64_t>(requested));
+  }
   Pool* pool = memory_->pool();
   if (pool != nullptr && pool->Owns(ptr)) {
     pool->Free(ptr);

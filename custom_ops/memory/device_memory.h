@@ -59,6 +59,8 @@ class DeviceMemory {
     return pool_.get();
   }
 
+  PoolKind pool_kind() const { return kind_; }
+
   // Returns false if no pool was asked for.
   bool GetPoolUsage(PoolUsage* usage) const {
     if (pool_bytes_ == Budget::kNoLimit) return false;

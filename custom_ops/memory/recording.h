@@ -12,8 +12,8 @@
 
 namespace kmem {
 
-// A block of `bytes` that was handed out, or given back if there are none. The
-// address of a block that was given back may be another one's later.
+// A block of `bytes` that was handed out, or of `-bytes` that was given back.
+// The address of a block that was given back may be another one's later.
 struct Event {
   int64_t address;
   int64_t bytes;
@@ -21,6 +21,11 @@ struct Event {
 
 class Recording {
  public:
+  // `held_bytes` are in use when it begins.
+  explicit Recording(int64_t held_bytes) : held_bytes_(held_bytes) {}
+
+  int64_t held_bytes() const { return held_bytes_; }
+
   void Add(const void* block, int64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     events_.push_back({reinterpret_cast<intptr_t>(block), bytes});
@@ -32,6 +37,7 @@ class Recording {
   }
 
  private:
+  const int64_t held_bytes_;
   std::mutex mutex_;
   std::vector<Event> events_;
 };

@@ -13,6 +13,9 @@ _POINTER = ctypes.c_void_p
 _TEXT = ctypes.c_char_p
 _DEVICE = ctypes.c_int
 
+# The number of a device: that of GPU i is i + 1.
+CPU = 0
+
 # Who cuts a pool, in the order of custom_ops/memory/pool.h.
 NO_POOL, OWN_POOL, BFC_POOL = range(3)
 
@@ -96,9 +99,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "kmem_stats": (None, _DEVICE, ctypes.POINTER(Stats)),
     "kmem_set_limit": (ctypes.c_bool, _DEVICE, _INT),
     "kmem_ask_for_pool": (ctypes.c_bool, _DEVICE, ctypes.c_int, _INT),
+    "kmem_pool_kind": (ctypes.c_int, _DEVICE),
     "kmem_pool_usage": (ctypes.c_bool, _DEVICE, ctypes.POINTER(PoolUsage)),
     "kmem_begin_recording": (None, _DEVICE),
     "kmem_end_recording": (ctypes.c_bool, _DEVICE, _TEXT),
+    "kmem_end_recording_in_pool": (_INT, _DEVICE, ctypes.c_int),
     "kmem_live_peak": (_INT, _POINTER, _INT),
     "kmem_least_pool": (_INT, ctypes.c_int, _POINTER, _INT),
     "kmem_reset_peak": (None, _DEVICE),

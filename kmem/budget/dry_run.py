@@ -14,6 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from kmem import memory
+from kmem.base import bindings
+from kmem.base import native
 from kmem.budget import tuning
 from kmem.fit import undoing
 from kmem.fit.session import Session
@@ -27,7 +29,8 @@ class Measurement:
     """What a step takes.
 
     Attributes:
-        peak_bytes: The (first) device's peak to count with.
+        peak_bytes: The (first) device's peak to count with, or the size of
+            the pool in which it would have run.
         seconds: The time of the fastest step.
         spread_bytes: How much more that is than any step needed: where few
             had the highest peak, others may have a higher one.
@@ -135,16 +138,46 @@ def measured(
             if len(peaks) > 1 and sum(seconds) > tuning.ENOUGH_SECONDS:
                 break
             time.sleep(tuning.PAUSE_SECONDS)
-            with memory.track() as usage:
+            with _needed() as need:
                 duration = timed(step)
             # They all have to take as many.
             seconds.append(agreeing.slowest(group, duration))
-            peaks.append(usage.peak_bytes)
+            peaks.append(need.num_bytes)
     except tf.errors.ResourceExhaustedError:
         return None
     # Where few have the highest peak, others may have a higher one.
     spread_bytes = max(peaks) - int(statistics.median(peaks))
     return Measurement(max(peaks) + spread_bytes, min(seconds), spread_bytes)
+
+
+class _Need:
+    """What a device must have for a block of code to run."""
+
+    num_bytes = 0
+
+
+@contextlib.contextmanager
+def _needed() -> Iterator[_Need]:
+    """Measures the peak of a block of code or, where blocks come from a pool,
+    the size of one in which each finds a place: what is free may lie in
+    pieces. What is allocated is replayed in pools of other sizes for that. On
+    a GPU that was not asked for a pool of kmem's it is TensorFlow's."""
+    library, need = native.allocator(), _Need()
+    with memory.track() as usage:
+        kind = library.kmem_pool_kind(usage.number)
+        if kind == bindings.NO_POOL and usage.number != bindings.CPU:
+            kind = bindings.BFC_POOL
+        if kind == bindings.NO_POOL:
+            yield need
+        else:
+            library.kmem_begin_recording(usage.number)
+            try:
+                yield need
+            finally:
+                need.num_bytes = library.kmem_end_recording_in_pool(
+                    usage.number, kind
+                )
+    need.num_bytes = max(need.num_bytes, usage.peak_bytes)
 
 
 def _iterator(strategy: tf.distribute.Strategy, batch: Any) -> Iterator:
