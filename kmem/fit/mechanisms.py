@@ -83,7 +83,8 @@ class SplitStep(WholeStep):
             optimizer,
             num_parts=options.num_parts,
             by_group=steps > 1 or strategy.num_replicas_in_sync > 1,
-            ordered=ordered,
+            # Each gradient is added up as soon as it is there.
+            ordered=ordered or steps > 1,
             processes=processes,
         )
         self._compute = self._gradient
@@ -92,7 +93,9 @@ class SplitStep(WholeStep):
         self.allows_xla = steps == 1
         compiled = profiling.mode(model, options) == "xla"
         if compiled and not self.allows_xla:
-            self._compute = microbatch.compiled(self._gradient)
+            alone = strategy.num_replicas_in_sync == 1
+            collect = self._updater.collect if alone else lambda batch: None
+            self._compute = microbatch.compiled(self._gradient, collect)
 
     @property
     def layers_that_see_parts(self) -> list[keras.layers.Layer]:

@@ -201,16 +201,22 @@ class Order:
         ends = [op for op in last if not self._is_joined_with_reader(op)]
         return ends or before
 
-    def finish(self, ops: list[tf.Operation]) -> None:
+    def finish(
+        self,
+        ops: list[tf.Operation],
+        ends: list[tf.Operation] | None = None,
+    ) -> None:
         """Makes the pass wait for operations that use up what it made.
 
         It goes on beside them for one stage at the most.
 
         Args:
             ops: What was traced after it: they wait for nothing that is not
-                there. Those without results are waited for.
+                there.
+            ends: Those of them to wait for; by default, those without results.
         """
-        ends = [op for op in ops if not op.outputs]
+        if ends is None:
+            ends = [op for op in ops if not op.outputs]
         before = [source for op in ops for source in _sources(op)]
         # Whoever reads a variable does so before it is assigned.
         for op in ends:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from kmem.base import patching
 from kmem.base import private_keras
 from kmem.graph import releasing
+from kmem.graph.names import current_graph
 from kmem.step import updates
 from kmem.step.loss_terms import SUM
 from kmem.step.microbatch import BatchGradient
@@ -63,10 +64,20 @@ class Updater:
 
         Called by every replica, in its context.
         """
-        if not batch.gradients:
+        if not batch.denominators:
             return
         if self._steps == 1:
             self._apply_batch(batch)
+            return
+        self.collect(batch)
+        pending: Any = self._pending
+        pending.count(batch.denominators)
+        self._apply_if_pending(self._steps)
+
+    def collect(self, batch: BatchGradient) -> None:
+        """Adds a batch's gradients to its group's, and uses them up: `add`
+        finds none then, as if it had done so itself."""
+        if not batch.gradients:
             return
         if self._pending is None:
             tf.distribute.get_replica_context().merge_call(
@@ -74,7 +85,6 @@ class Updater:
             )
         pending: Any = self._pending
         pending.add(batch)
-        self._apply_if_pending(self._steps)
 
     def start(self) -> None:
         """Begins with an empty group."""
@@ -115,16 +125,21 @@ class Updater:
             ):
                 self._optimizer.apply(gradients, variables)
             return
-        sums = {g: _times_denominator(batch, g) for g in batch.gradients}
+        sums = {
+            group: [_times(g, group, batch.denominators[group]) for g in each]
+            for group, each in batch.gradients.items()
+        }
         self._apply_mean(sums, batch.denominators, batch.variables)
 
     def _apply_if_pending(self, minimum: int) -> None:
         pending = self._pending
 
         def apply():
-            sums, denominators = pending.read()
-            self._apply_mean(sums, denominators, pending.variables)
-            pending.reset()
+            sums, denominators = pending.take()
+            with updates.until_done() as done:
+                self._apply_mean(sums, denominators, pending.variables)
+            with tf.control_dependencies(done):
+                pending.reset()
 
         def apply_everywhere(strategy):
             strategy.extended.call_for_each_replica(apply)
@@ -155,10 +170,13 @@ class Updater:
             else tf.math.divide_no_nan(replicas, total)
             for group, total in zip(groups, tf.unstack(totals), strict=True)
         ]
-        mean = [
-            _weighted_sum(gradients, factors)
-            for gradients in zip(*sums.values(), strict=True)
-        ]
+        by_variable = [*zip(*sums.values(), strict=True)]
+        sums.clear()
+        mean = []
+        while by_variable:
+            # Those that it was made of are freed.
+            mean.append(_weighted_sum(by_variable.pop(), factors))
+        mean = mean[::-1]
         mean = self._processes.add_up_group(mean, variables)
         with contextlib.ExitStack() as stack:
             if num_replicas > 1:
@@ -207,19 +225,34 @@ class _Pending:
         }
 
     def add(self, batch: BatchGradient) -> None:
+        """Adds a batch's gradients, each as soon as it is there; they are used
+        up, so that each is freed."""
+        graph = current_graph()
         for group, totals in self._sums.items():
-            gradients = _times_denominator(batch, group)
-            for total, gradient in zip(totals, gradients, strict=True):
-                if total is not None:
-                    total.assign_add(gradient)
-            self._denominators[group].assign_add(batch.denominators[group])
+            gradients = batch.gradients.pop(group)
+            denominator = batch.denominators[group]
+            # The last layer's first, as a backward pass makes them.
+            for total in reversed(totals):
+                gradient = gradients.pop()
+                if total is None:
+                    continue
+                num_before = len(graph.get_operations()) if graph else 0
+                total.assign_add(_times(gradient, group, denominator))
+                if graph and batch.order is not None:
+                    batch.order.finish(graph.get_operations()[num_before:])
+
+    def count(self, denominators: dict) -> None:
+        """Counts a batch that was added."""
+        for group, denominator in denominators.items():
+            self._denominators[group].assign_add(denominator)
         self.num_batches.assign_add(1)
 
-    def read(self) -> tuple[dict, dict]:
-        """This replica's sums and denominators, by group."""
+    def take(self) -> tuple[dict, dict]:
+        """This replica's sums and denominators, by group. The sums are held
+        by nobody else then, and can be overwritten: `reset` makes new ones."""
         sums = {
             group: [
-                None if v is None else tf.ensure_shape(v.read_value(), shape)
+                None if v is None else _taken(v, shape)
                 for v, shape in zip(totals, self._shapes, strict=True)
             ]
             for group, totals in self._sums.items()
@@ -260,16 +293,20 @@ def _accumulator(shape, dtype) -> tf.Variable:
     )
 
 
-def _times_denominator(batch: BatchGradient, group: str) -> list:
+def _taken(variable: tf.Variable, shape) -> tf.Tensor:
+    """A variable's value, after which the variable is empty."""
+    value = tf.ensure_shape(variable.read_value(), shape)
+    emptied = variable.assign(tf.zeros([0], variable.dtype), read_value=False)
+    with tf.control_dependencies([] if emptied is None else [emptied]):
+        return tf.identity(value)
+
+
+def _times(gradient, group: str, denominator):
     """The gradient as a sum over what it is the mean of."""
-    denominator = batch.denominators[group]
-    gradients = batch.gradients[group]
-    return [
-        g
-        if g is None or group == SUM
-        else tf.convert_to_tensor(g) * tf.cast(denominator, g.dtype)
-        for g in gradients
-    ]
+    if gradient is None or group == SUM:
+        return gradient
+    gradient = tf.convert_to_tensor(gradient)
+    return gradient * tf.cast(denominator, gradient.dtype)
 
 
 def _weighted_sum(gradients, factors):

@@ -159,7 +159,10 @@ class GradientStep:
             changes = state.take_changes(before, rows / batch_rows)
             return changes + last.tensors()
 
-        sums = parts.sum_traced(run, batch_rows, totals, before)
+        sums = parts.sum_traced(
+            *(run, batch_rows, totals, before),
+            order=lambda: last.order,
+        )
         if state:
             state.change(before, sums[: len(before)])
         return sums[len(before) :], last
@@ -260,14 +263,21 @@ class GradientStep:
         ]
 
 
-def compiled(gradient_step: GradientStep) -> Callable:
-    """The same step, its computation compiled by XLA."""
+def compiled(
+    gradient_step: GradientStep, collect: Callable[[BatchGradient], None]
+) -> Callable:
+    """The same step, its computation compiled by XLA.
+
+    Args:
+        collect: May add up the gradients there, and use them up.
+    """
     batch: Any = None
 
     @functools.partial(releasing.function, jit_compile=True)
     def tensors(data):
         nonlocal batch
         batch = gradient_step(data)
+        collect(batch)
         return batch.gradients, batch.denominators, batch.logs
 
     def run(data) -> BatchGradient:
@@ -300,19 +310,26 @@ class _Part:
         shape = processes.gradient_shape
         # Rows that occur in several addends add up, so no `IndexedSlices`.
         dense = split or len(updates) > 1
-        self._gradients = [
-            [
-                _weighted(
-                    g, shape(v), None if weighs(v) else gradient_weight, dense
-                )
-                for g, v in zip(update.gradients, update.variables, strict=True)
-            ]
-            for update in updates
-            if update.gradients is not None
+        self._gradients = []
+        for update in updates:
+            if update.gradients is None:
+                continue
+            weighted = []
+            for v in reversed(update.variables):
+                w = None if weighs(v) else gradient_weight
+                # Freed once it is weighted.
+                g = update.gradients.pop()
+                weighted.append(_weighted(g, shape(v), w, dense))
+            self._gradients.append(weighted[::-1])
+        # Where there are gradients, when those are used up.
+        self._are_there = [
+            [g is not None for g in gradients] for gradients in self._gradients
         ]
 
     def tensors(self) -> list[tf.Tensor]:
+        """Its tensors, which nobody else holds then."""
         flat = [g for gradients in self._gradients for g in gradients]
+        self._gradients = []
         return [g for g in flat if g is not None] + self._logs.tensors
 
     @property
@@ -320,9 +337,11 @@ class _Part:
         """For each of the tensors the variable that it is a gradient of."""
         variables = [
             variable
-            for gradients in self._gradients
-            for g, variable in zip(gradients, self.variables, strict=True)
-            if g is not None
+            for are_there in self._are_there
+            for is_there, variable in zip(
+                are_there, self.variables, strict=True
+            )
+            if is_there
         ]
         return variables + [None] * len(self._logs.tensors)
 
@@ -330,8 +349,8 @@ class _Part:
         """Makes gradients and logs of the sums over all parts."""
         rest = iter(sums)
         gradients = [
-            [None if g is None else next(rest) for g in gradients]
-            for gradients in self._gradients
+            [next(rest) if is_there else None for is_there in are_there]
+            for are_there in self._are_there
         ]
         return gradients, self._logs.of_batch(list(rest))
 

@@ -9,13 +9,16 @@ each, and add up what came of them.
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from kmem.graph import control
+from kmem.graph import fusion
 from kmem.graph import releasing
+from kmem.graph.ordering import Order
 
 
 class Parts:
@@ -50,42 +53,94 @@ class Parts:
         """The type of a part: the batch's, for any number of rows."""
         return keras.tree.map_structure(_part_spec, self._data)
 
-    def sum(self, function, outputs=None) -> list[tf.Tensor]:
+    def sum(self, function) -> list[tf.Tensor]:
         """Adds up `function(part, rows)` over the parts, one after another.
 
         Args:
             function: Takes a part and its rows, gives a list of tensors whose
-                shapes do not depend on the rows.
-            outputs: What `function` gives: tensors of its shapes and dtypes.
-                `None` takes them from the first part, which then is outside
-                of the loop.
+                shapes do not depend on the rows. The list is used up.
         """
         if self._count == 1:
             return function(self._data, self.rows)
+        total = function(self._slice(0, self._first_size), self._first_size)
 
         def add(index, total):
             start = self._first_size + (index - 1) * self._size
-            size = self._size
-            if outputs is not None:
-                is_first = index == 0
-                start = tf.where(is_first, 0, start)
-                size = tf.where(is_first, self._first_size, size)
-            part = function(self._slice(start, size), size)
-            return [a + b for a, b in zip(total, part, strict=True)]
+            addends = function(self._slice(start, self._size), self._size)
+            return _added(total, addends)
 
-        if outputs is None:
-            part = self._slice(0, self._first_size)
-            total, first_index = function(part, self._first_size), 1
-        else:
-            total = [zeros(t.shape, t.dtype) for t in outputs]
-            first_index = 0
         if tf.executing_eagerly():
-            for index in range(first_index, int(self._num_parts)):
+            for index in range(1, int(self._num_parts)):
                 total = add(index, total)
             return total
         # The loop's body waits for its index, hence for a first part outside.
         with tf.control_dependencies(total):
-            first_index = tf.constant(first_index)
+            return self._loop(add, tf.constant(1), total)
+
+    def sum_traced(
+        self,
+        function,
+        *arguments,
+        order: Callable[[], Order | None] = lambda: None,
+    ) -> list[tf.Tensor]:
+        """`sum`, for which a graph traces the function once for all parts.
+
+        Args:
+            function: As in `sum`; takes `arguments` besides.
+            *arguments: Tensors, which may be nested.
+            order: Gives the order of the operations that `function` traced
+                last: what comes later waits until a result is added.
+        """
+        # A loop over all parts: outside of one, threads run a part's gradients
+        # in an order that keeps them all. XLA has an order of its own, and
+        # needs the odd part outside for its fixed shapes.
+        if self._count > 1 and not tf.executing_eagerly():
+            # Before the loop, which needs its types.
+            number = tf.TensorSpec([], tf.int32)
+            specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
+            totals: list[tf.Tensor] = []
+            graph = tf.compat.v1.get_default_graph()
+            adds = not control.in_xla()
+
+            def traced(*inputs):
+                results = function(*inputs)
+                if not adds:
+                    return results
+                with graph.as_default():
+                    totals[:] = [zeros(t.shape, t.dtype) for t in results]
+                return _added_in_order(totals, results, order())
+
+            concrete = releasing.function(traced).get_concrete_function(
+                self.spec, number, *specs
+            )
+            if adds:
+                return self._sum_in_loop(concrete, totals, arguments)
+            function = concrete
+        return self.sum(lambda part, rows: function(part, rows, *arguments))
+
+    def _sum_in_loop(self, function, totals: list, arguments) -> list:
+        """Calls a function, which adds to what it was traced with as `totals`,
+        for every part."""
+        captured = list(function.captured_inputs)
+        positions = {id(total): i for i, total in enumerate(totals)}
+
+        def add(index, sums):
+            is_first = index == 0
+            start = self._first_size + (index - 1) * self._size
+            start = tf.where(is_first, 0, start)
+            size = tf.where(is_first, self._first_size, self._size)
+            function.set_external_captures(
+                [
+                    sums[positions[id(t)]] if id(t) in positions else t
+                    for t in captured
+                ]
+            )
+            return function(self._slice(start, size), size, *arguments)
+
+        with tf.control_dependencies(totals):
+            return self._loop(add, tf.constant(0), totals)
+
+    def _loop(self, add, first_index, total: list) -> list:
         _, total = tf.while_loop(
             lambda index, total: index < self._num_parts,
             lambda index, total: (index + 1, add(index, total)),
@@ -94,32 +149,36 @@ class Parts:
         )
         return total
 
-    def sum_traced(self, function, *arguments) -> list[tf.Tensor]:
-        """`sum`, for which a graph traces the function once for all parts.
-
-        Args:
-            function: As in `sum`; takes `arguments` besides.
-            *arguments: Tensors, which may be nested.
-        """
-        outputs = None
-        if self._count > 1 and not tf.executing_eagerly():
-            # Before the loop, which needs its types.
-            number = tf.TensorSpec([], tf.int32)
-            specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
-            function = releasing.function(function).get_concrete_function(
-                self.spec, number, *specs
-            )
-            # A loop over all parts: outside of one, threads run a part's
-            # gradients in an order that keeps them all. XLA has an order of
-            # its own, and needs the odd part outside for its fixed shapes.
-            if not control.in_xla():
-                outputs = function.structured_outputs
-        return self.sum(
-            lambda part, rows: function(part, rows, *arguments), outputs
-        )
-
     def _slice(self, start, size):
         return slice_rows(self._data, start, size)
+
+
+def _added(totals: list, addends: list) -> list:
+    """Adds up two lists, and lets go of each addend when it is added."""
+    if len(totals) != len(addends):
+        raise ValueError(
+            "Each part must give as many tensors. "
+            f"Received: {len(totals)} and {len(addends)}"
+        )
+    for index in reversed(range(len(totals))):
+        totals[index] = totals[index] + addends.pop()
+    return totals
+
+
+def _added_in_order(
+    totals: list, addends: list, order: Order | None
+) -> list[tf.Tensor]:
+    """Adds up two lists in a graph that made one of them, each addend as soon
+    as it is there, so that it is freed."""
+    sums = []
+    # The last layer's first, as a backward pass makes them.
+    for total, addend in reversed([*zip(totals, addends, strict=True)]):
+        addition = tf.raw_ops.AddV2(x=total, y=addend)
+        # Not joined with a sum that the addend is: it would round otherwise.
+        sums.append(fusion.lasting(addition))
+        if order is not None:
+            order.finish([addition.op], [addition.op])
+    return sums[::-1]
 
 
 def zeros(shape, dtype) -> tf.Tensor:

@@ -104,3 +104,16 @@ def in_turn(
 
     with patching.method(optimizer, "update_step", waiting):
         yield
+
+
+@contextlib.contextmanager
+def until_done() -> Iterator[list[tf.Operation]]:
+    """Gives, once it is left, what to wait for until all that a graph got
+    within is done; nothing in eager mode."""
+    graph = current_graph()
+    num_before = len(graph.get_operations()) if graph else 0
+    done: list[tf.Operation] = []
+    yield done
+    if graph is not None:
+        new = graph.get_operations()[num_before:]
+        done += [op for op in new if not op.outputs]

@@ -132,6 +132,44 @@ class Peaks(keras.callbacks.Callback):
         self.steps.append(kmem.memory.peak("CPU") - self.before)
 
 
+@pytest.mark.parametrize(
+    "mode, option, most",
+    [
+        # The sum of gradients, and the largest of them.
+        ({}, "microbatches", 1 + 1 / 8),
+        # The sum is held before a step.
+        ({}, "gradient_accumulation_steps", 1 / 8),
+        # XLA makes two at a time.
+        ({"jit_compile": True}, "microbatches", 1 + 2 / 8),
+        ({"jit_compile": True}, "gradient_accumulation_steps", 2 / 8),
+        # A tape makes all gradients at once.
+        ({"run_eagerly": True}, "microbatches", 2 + 1 / 8),
+        ({"run_eagerly": True}, "gradient_accumulation_steps", 1 + 1 / 8),
+    ],
+    ids=str,
+)
+def test_beside_the_weights_there_is_one_sum_and_one_gradient(
+    native_library, mode, option, most
+):
+    """In units of the weights. Before, the sum was copied, twice in the worst
+    case, and gradients waited for each other."""
+    layers = [keras.layers.Dense(256, "relu") for _ in range(8)]
+    model = kmem.wrap(keras.Sequential([keras.Input((256,)), *layers]))
+    model.compile("sgd", "mse", **mode)
+    size = 8 if option == "microbatches" else 2
+    batch = tf.ones([size, 256]), tf.ones([size, 256])
+    data = tf.data.Dataset.from_tensors(batch).repeat(6)
+    callback = Peaks()
+
+    model.fit(
+        data, shuffle=False, verbose=0, callbacks=[callback], **{option: size}
+    )
+
+    num_bytes = sum(v.nbytes for v in model.get_weights())
+    # Of two examples at a time every activation is 1/128 of a gradient.
+    assert min(callback.steps[2:]) < (most + 0.02) * num_bytes
+
+
 def peaks(num_steps=3, jit_compile=False, run_eagerly=False, **options):
     model = tower(jit_compile=jit_compile, run_eagerly=run_eagerly)
     batch = tf.random.normal((8192, 64)), tf.random.normal((8192, 64))
