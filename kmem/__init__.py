@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # For editors: what `_MODULES` says.
     from kmem import multilevel as multilevel
     from kmem import planning as planning
     from kmem import remat as remat
+    from kmem.budget.estimate import Estimate as Estimate
+    from kmem.budget.estimate import estimate as estimate
     from kmem.budget.planner import plan as plan
     from kmem.budget.sweeper import sweep as sweep
     from kmem.dtr.sweep import Sweep as Sweep
@@ -44,6 +46,7 @@ if TYPE_CHECKING:  # For editors: what `_MODULES` says.
 # Where the public names stand.
 _MODULES = {
     "kmem": "callbacks distributed dtr memory multilevel planning remat",
+    "kmem.budget.estimate": "Estimate estimate",
     "kmem.budget.planner": "plan",
     "kmem.budget.sweeper": "sweep",
     "kmem.dtr.sweep": "Sweep",

@@ -21,9 +21,10 @@ from kmem.options import MemoryArguments
 
 # Of the specification, and what has become public besides.
 NAMES = """
-    DTR Genetic GradientAccumulation MemoryOptions MicroBatches MixedPrecision
-    Model Plan Remat ShardedStrategy Sharding Sweep callbacks distributed dtr
-    memory multilevel plan planning profile remat report sweep wrap
+    DTR Estimate Genetic GradientAccumulation MemoryOptions MicroBatches
+    MixedPrecision Model Plan Remat ShardedStrategy Sharding Sweep callbacks
+    distributed dtr estimate memory multilevel plan planning profile remat
+    report sweep wrap
 """.split()
 
 

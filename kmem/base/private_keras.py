@@ -103,6 +103,16 @@ def loss_tracker(model: keras.Model) -> Any:
     return model._loss_tracker
 
 
+def build_metrics(model: Any, batch: Any) -> None:
+    """Makes the variables of a compiled model's losses and metrics, as `fit`
+    does before it trains under a strategy. budget/test_estimate.py
+
+    Args:
+        batch: A batch, as `tf.TensorSpec`s.
+    """
+    model._symbolic_build(data_batch=batch)
+
+
 def compiles_by_default(model: Any) -> bool:
     """Whether `compile(jit_compile="auto")` means XLA here; Keras does not
     keep what was asked for. fit/test_xla_by_default.py"""

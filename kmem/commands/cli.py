@@ -24,6 +24,10 @@ _MODULES = {
         "kmem.commands.demo",
         "Train the same model with and without kmem, and compare.",
     ),
+    "estimate": (
+        "kmem.commands.estimate",
+        "Tell what a saved model's training step is going to need.",
+    ),
     "launch": (
         "kmem.commands.launch",
         "Run a script in several processes that train one model.",

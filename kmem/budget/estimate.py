@@ -1,0 +1,375 @@
+"""What a training step is going to need, told without running it.
+
+The step is traced once, for a batch size that divides no other dimension, so
+that its graph tells every tensor's size for any batch; its allocations are
+then simulated as TensorFlow's executor makes them (planning/allocations.py).
+Variables that the optimizer does not have yet are made in a graph, where they
+take no memory. What this does not know: what XLA fuses and in which order it
+computes, and what kernels keep for themselves on other processors.
+"""
+
+import dataclasses
+import html
+import os
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem.base import patching
+from kmem.base import private_keras
+from kmem.base.private_keras import all_layers
+from kmem.base.sizes import format_size
+from kmem.fit.session import Session
+from kmem.graph import reading
+from kmem.graph import releasing
+from kmem.keras_graph import profiling
+from kmem.options import MemoryOptions
+from kmem.planning import allocations
+from kmem.step import batches
+from kmem.step.capture import optimizers
+
+# Batch sizes to trace with: prime, so that few dimensions are multiples.
+_PRIMES = (1009, 1511, 2003, 2503, 3001, 4001)
+_NUM_TENSORS = 20
+_COUNTS = (2, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorAtPeak:
+    """A tensor that is in memory at the peak.
+
+    Attributes:
+        layer: The layer whose operation made it, or "" if none is known.
+        operation: The operation's name in the step's graph.
+        shape: Its shape.
+        dtype: Its dtype.
+        num_bytes: Its size.
+    """
+
+    layer: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a training step is going to need, in bytes.
+
+    The peak is the sum of parameters, optimizer, batch, gradients, activations
+    and workspace. In a graph whose order is not given, threads decide which
+    of some operations run first: the peak is between the least and the most.
+
+    Attributes:
+        batch_size: The examples of the batch.
+        parameter_bytes: Of all the model's variables.
+        optimizer_bytes: Of the optimizer's.
+        batch_bytes: The batch itself.
+        gradient_bytes: Weights' gradients that are there at the peak.
+        activation_bytes: What is there of the size of the batch.
+        workspace_bytes: What else is there: the update of the weights, loops.
+        peak_bytes: The device's peak, with everything above in it.
+        least_peak_bytes: If idle threads run nothing early.
+        most_peak_bytes: If they run all that they can.
+        tensors: The largest tensors at the peak.
+        options: By an option of `fit`, the peak with it.
+        is_compiled: Whether XLA compiles the step, which may need more or
+            less: it orders and joins operations itself.
+    """
+
+    batch_size: int
+    parameter_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int
+    gradient_bytes: int
+    activation_bytes: int
+    workspace_bytes: int
+    peak_bytes: int
+    least_peak_bytes: int
+    most_peak_bytes: int
+    tensors: tuple[TensorAtPeak, ...] = ()
+    options: dict[str, int] = dataclasses.field(default_factory=dict)
+    is_compiled: bool = False
+
+    def _rows(self) -> list[tuple[str, int]]:
+        names = "parameter optimizer batch gradient activation workspace peak"
+        return [(n, getattr(self, f"{n}_bytes")) for n in names.split()]
+
+    def summary(self) -> str:
+        """A table: what the peak is made of, the options, and the largest
+        tensors."""
+        lines = [f"a step of {self.batch_size} examples"]
+        lines += [f"{n:<32} {format_size(b):>10}" for n, b in self._rows()]
+        if self.is_compiled:
+            lines.append("(of the step as it is without XLA)")
+        lines += ["", "the peak with an option"]
+        lines += [
+            f"{name:<32} {format_size(size):>10}"
+            for name, size in self.options.items()
+        ]
+        lines += ["", "the largest tensors at the peak"]
+        lines += [
+            f"{t.layer or t.operation[-32:]:<32} {format_size(t.num_bytes):>10}"
+            f" {t.dtype}{list(t.shape)}"
+            for t in self.tensors
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{html.escape(self.summary())}</pre>"
+
+
+def estimate(model: keras.Model, batch: Any) -> Estimate:
+    """Tells what a model's training step is going to need.
+
+    Nothing is run, and nothing is allocated on the device: the batch may be
+    larger than the machine.
+
+    Args:
+        model: A built and compiled `keras.Model` that trains in a graph.
+        batch: One batch, as `train_step` gets it: `x`, `(x, y)` or
+            `(x, y, sample_weight)`, of arrays, tensors or `tf.TensorSpec`s.
+
+    Returns:
+        An `Estimate`, in bytes.
+
+    Raises:
+        ValueError: If the model is not built or not compiled, runs eagerly or
+            on several replicas, or if the batch has no fixed shape.
+
+    Example:
+
+    ```python
+    import keras
+    import tensorflow as tf
+
+    import kmem
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    model.compile("adam", "mse")
+    batch = tf.TensorSpec((10**9, 8)), tf.TensorSpec((10**9, 4))
+    print(kmem.estimate(model, batch).summary())
+    ```
+    """
+    return Step(model, batch).estimate()
+
+
+class Step:
+    """A training step, traced once for batches of all sizes.
+
+    Args:
+        model: See `estimate`.
+        batch: See `estimate`.
+    """
+
+    def __init__(self, model: keras.Model, batch: Any):
+        self._model = model
+        self._batch = batches.specs_of(batch)
+        _check(model, self._batch)
+        self.rows = batches.num_rows(self._batch) or 1
+        self._traced_rows = _traced_rows(model, self._batch)
+        self._trace()
+        self._layers = {layer.name for layer in all_layers(model)}
+
+    def _trace(self) -> None:
+        model, optimizer = self._model, self._model.optimizer
+        config = optimizer.get_config()
+        specs = batches.with_rows(self._batch, self._traced_rows)
+        leaves = [s for s in keras.tree.flatten(specs) if s is not None]
+        # A few numbers; what is first made in a graph is gone with it.
+        with patching.attribute(model, "optimizer", None):
+            private_keras.build_metrics(model, specs)
+
+        def trace(optimizer):
+            with patching.attribute(model, "optimizer", optimizer):
+                session = Session(model, MemoryOptions())
+                take = session.on_batch()
+
+                def run(*tensors):
+                    given = iter(tensors)
+                    return take(
+                        keras.tree.map_structure(
+                            lambda s: None if s is None else next(given), specs
+                        )
+                    )
+
+                function = releasing.function(run, input_signature=leaves)
+                return function.get_concrete_function().graph
+
+        # Variables that are made here take no memory.
+        with tf.Graph().as_default():
+            if not optimizer.built:
+                optimizer = optimizer.from_config(config)
+            self._graph = trace(optimizer)
+            self._optimizer_bytes = _bytes_of(optimizer.variables)
+        self._num_leaves = len(leaves)
+
+    def peak(self, rows: int, halves: bool = False, late: bool = True):
+        """The simulated step with a batch size, and what was simulated."""
+        sizes = reading.Sizes(rows, self._traced_rows, halves)
+        program = reading.read(self._graph, sizes)
+        nodes = program.nodes
+        if late:
+            given = program.arguments[: self._num_leaves]
+            nodes = allocations.on_demand(nodes, given)
+        threads = tf.config.threading.get_inter_op_parallelism_threads()
+        threads = threads or len(os.sched_getaffinity(0))
+        peak = allocations.simulate(nodes, program.results, threads)
+        return peak, program, sizes
+
+    def peak_bytes(self, rows: int, halves: bool = False) -> int:
+        """What a step is expected to allocate, besides what is there."""
+        late, _, _ = self.peak(rows, halves)
+        early, _, _ = self.peak(rows, halves, late=False)
+        return (late.num_bytes + early.num_bytes) // 2
+
+    def total_bytes(self, rows: int) -> int:
+        """The peak with everything in it, for a batch size."""
+        return self._held_bytes(rows) + self.peak_bytes(rows)
+
+    def _held_bytes(self, rows: int) -> int:
+        batch = batches.num_bytes(batches.with_rows(self._batch, rows))
+        parameters = batches.num_bytes(self._model.variables)
+        return parameters + self._optimizer_bytes + batch
+
+    def estimate(self) -> Estimate:
+        """The estimate for the batch."""
+        early, _, _ = self.peak(self.rows, late=False)
+        late, program, sizes = self.peak(self.rows)
+        expected = (early.num_bytes + late.num_bytes) // 2
+        held = self._held_bytes(self.rows)
+        parameters = batches.num_bytes(self._model.variables)
+        activations = gradients = 0
+        weights = {
+            batches.num_bytes(v) for v in self._model.trainable_variables
+        }
+        for each in late.held:
+            op = program.operations[each.node]
+            grows = any(map(sizes.grows, op.outputs))
+            if grows and each.index >= 0:
+                activations += each.num_bytes
+            elif each.num_bytes in weights and each.index >= 0:
+                gradients += each.num_bytes
+        return Estimate(
+            batch_size=self.rows,
+            parameter_bytes=parameters,
+            optimizer_bytes=self._optimizer_bytes,
+            batch_bytes=held - parameters - self._optimizer_bytes,
+            gradient_bytes=gradients,
+            activation_bytes=activations,
+            workspace_bytes=expected - activations - gradients,
+            peak_bytes=held + expected,
+            least_peak_bytes=held + min(early.num_bytes, late.num_bytes),
+            most_peak_bytes=held + max(early.num_bytes, late.num_bytes),
+            tensors=tuple(
+                self._tensor(each, program, sizes)
+                for each in late.held[:_NUM_TENSORS]
+            ),
+            options=self._options(held),
+            is_compiled=profiling.mode(self._model) == "xla",
+        )
+
+    def _options(self, held: int) -> dict[str, int]:
+        """The peak under options, by arithmetic."""
+        gradients = batches.num_bytes(self._model.trainable_variables)
+        peaks = {}
+        for count in _COUNTS:
+            if count <= self.rows:
+                # The sum of the gradients stays beside each micro-batch's.
+                size = -(-self.rows // count)
+                late, _, _ = self.peak(size)
+                peak = held + gradients + late.num_bytes
+                peaks[f"microbatches={count}"] = peak
+        # Weights are copied to 16 bits; the layers' own stay in 32.
+        halves = self.peak_bytes(self.rows, halves=True)
+        peaks["mixed_precision='bfloat16'"] = held + gradients // 2 + halves
+        for count in _COUNTS[:1]:
+            size = -(-self.rows // count)
+            rest = self._held_bytes(size) - self._optimizer_bytes
+            own = -(-self._optimizer_bytes // count)
+            name = f"sharding='optimizer', {count} processes"
+            peaks[name] = rest + own + self.peak_bytes(size)
+        return peaks
+
+    def _tensor(self, held, program, sizes) -> TensorAtPeak:
+        op = program.operations[held.node]
+        shape, dtype = (), "workspace"
+        if held.index >= 0:
+            output = op.outputs[held.index]
+            dtype = output.dtype.name
+            shape = () if output.shape.rank is None else sizes.shape(output)
+        layer = _layer(op.name, self._layers)
+        return TensorAtPeak(layer, op.name, tuple(shape), dtype, held.num_bytes)
+
+
+def _check(model: keras.Model, specs: Any) -> None:
+    if not all(layer.built for layer in all_layers(model)):
+        raise ValueError(
+            "The model must be built: call it, or `model.build()`, first. "
+            f"Received: model={model.name}"
+        )
+    if not model.compiled:
+        raise ValueError(
+            f"The model must be compiled. Received: model={model.name}"
+        )
+    if model.run_eagerly:
+        raise ValueError(
+            "The model must train in a graph, whose allocations are known "
+            "before it runs. Received: run_eagerly=True"
+        )
+    others = [each for each in optimizers(model) if each is not model.optimizer]
+    if not all(each.built for each in others):
+        raise ValueError(
+            "All optimizers but the model's own must be built: call their "
+            f"`build(variables)` first. Received: model={model.name}"
+        )
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if replicas > 1:
+        raise ValueError(
+            "The model must train on one device; give it a replica's batch "
+            f"without a strategy. Received: {replicas} replicas"
+        )
+    for spec in keras.tree.flatten(specs):
+        if spec is not None and not spec.shape.is_fully_defined():
+            raise ValueError(
+                "`batch` must have a fixed shape, the batch size "
+                f"included. Received: batch with shape {spec.shape}"
+            )
+
+
+def _traced_rows(model: keras.Model, specs: Any) -> int:
+    """A batch size that divides no other dimension."""
+    inputs = keras.tree.flatten(getattr(model, "inputs", None) or [])
+    for each in inputs:
+        if each.shape and each.shape[0] is not None:
+            # The only one that the model takes.
+            return each.shape[0]
+    others = {size for v in model.variables for size in v.shape}
+    for spec in keras.tree.flatten(specs):
+        others.update(spec.shape[1:] if spec is not None else ())
+    for prime in _PRIMES:
+        if not any(size and size % prime == 0 for size in others):
+            return prime
+    raise ValueError(
+        f"A dimension must not be a multiple of each of {_PRIMES}. "
+        f"Received: model={model.name}"
+    )
+
+
+def _bytes_of(variables: list) -> int:
+    return sum(
+        tf.TensorShape(v.shape).num_elements() * tf.as_dtype(v.dtype).size
+        for v in variables
+    )
+
+
+def _layer(name: str, layers: set[str]) -> str:
+    """The innermost layer in an operation's name."""
+    for part in reversed(name.split("/")):
+        for candidate in (part, part.rpartition("_")[0]):
+            if candidate in layers:
+                return candidate
+    return ""
