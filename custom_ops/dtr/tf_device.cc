@@ -101,7 +101,7 @@ void Execute(const TFE_Op* op, int* num_outputs, TFE_TensorHandle** outputs,
                  "`kmem.dtr.scope()`.");
     return;
   }
-  if (IsLargeSum(op, *session->device())) {
+  if (IsLargeSum(op, *session)) {
     ExecuteSum(session.get(), op, outputs, status);
     return;
   }

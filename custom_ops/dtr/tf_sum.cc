@@ -11,8 +11,8 @@ namespace {
 
 // How many TensorFlow's kernel adds up at a time (aggregate_ops.cc).
 constexpr int kWidth = 8;
-// Addends are large if they take more than an eighth of the device's limit. In
-// parts a sum takes half as long again: only where memory may be short.
+// Addends are large if they take more than an eighth of what could be freed for
+// them. In parts a sum takes half as long again: only where memory may be short.
 constexpr int64_t kLargeShare = 8;
 
 int NumInFirstPart(int num_addends) {
@@ -35,7 +35,7 @@ HandlePtr Sum(Session* session, TFE_Context* context,
 
 }  // namespace
 
-bool IsLargeSum(const TFE_Op* op, const PhysicalDevice& device) {
+bool IsLargeSum(const TFE_Op* op, const Session& session) {
   if (tensorflow::unwrap(const_cast<TFE_Op*>(op))->Name() != "AddN") {
     return false;
   }
@@ -47,7 +47,11 @@ bool IsLargeSum(const TFE_Op* op, const PhysicalDevice& device) {
   if (!IsPlainData(type)) return false;
   const int64_t bytes = TFE_TensorHandleNumElements(addend, status.get()) *
                         static_cast<int64_t>(TF_DataTypeSize(type));
-  return num_addends * bytes > device.LimitBytes() / kLargeShare;
+  const Statistics statistics = session.statistics();
+  const int64_t stays = session.BytesInUse() - statistics.live_bytes +
+                        statistics.pinned_bytes;
+  const int64_t room = session.device()->LimitBytes() - stays;
+  return num_addends * bytes > room / kLargeShare;
 }
 
 void ExecuteSum(Session* session, const TFE_Op* op, TFE_TensorHandle** output,

@@ -16,8 +16,8 @@
 namespace kmem::dtr {
 
 // Whether an operator is a sum of tensors that together take much of the
-// memory that the device may use.
-bool IsLargeSum(const TFE_Op* op, const PhysicalDevice& device);
+// memory that there would be if all that can be evicted were.
+bool IsLargeSum(const TFE_Op* op, const Session& session);
 
 // Runs a large sum in parts. As Session::Execute, with one output.
 void ExecuteSum(Session* session, const TFE_Op* op, TFE_TensorHandle** output,

@@ -190,13 +190,22 @@ class _Search:
                 exact = [each[:1] for each in counts]
         for options, each in zip(allowed, exact, strict=True):
             self._fastest(options, each)
-        for options, each in zip(allowed, counts, strict=True):
-            for count in each[1:] if exact is not counts else ():
-                if self.best is None:
-                    self._fastest(options, [count])
+        if exact is not counts:
+            self._differing(allowed, counts)
         for options, each in zip(allowed, counts, strict=True):
             if self.best is None:
                 self._smallest(options, each[-1])
+
+    def _differing(self, allowed: list, counts: list[list[int]]) -> None:
+        """Tries the fewest micro-batches, whose numbers are others, if nothing
+        else fits: what a plan needs is known for sure once it was run."""
+        for options, each in zip(allowed, counts, strict=True):
+            if self.best is None:
+                self._smallest(options, each[0])
+        for options, each in zip(allowed, counts, strict=True):
+            for count in each[1:]:
+                if self.best is None:
+                    self._fastest(options, [count])
 
     def _layers_that_differ(self, options: MemoryOptions) -> list:
         """The layers whose numbers are others in micro-batches."""
@@ -243,12 +252,12 @@ class _Search:
     def _smallest(self, options: MemoryOptions, count: int) -> None:
         """Tries what needs the least, of which an error tells."""
         drawing = self._menu.drawing(options, count)
-        given, size = (
-            with_count(options, count),
-            self._menu.size(options, count),
-        )
+        size = self._menu.size(options, count)
+        ran = {choice.options for choice in self._ran}
         for remat in (None, self._menu.remat):
-            given = dataclasses.replace(given, remat=remat)
+            given = with_count(dataclasses.replace(options, remat=remat), count)
+            if remat is None and given in ran:
+                continue
             try:
                 point = drawing.at(size).smallest if remat else None
             except (ValueError, tf.errors.ResourceExhaustedError):

@@ -260,8 +260,10 @@ def _through(points: list[tuple[int, float, float]]) -> Line:
     if len(points) == 1:
         return Line(size, peak, seconds, peak / size, seconds / size)
     before, least, fewest = points[0]
+    # A larger micro-batch needs and takes no less, whatever was measured.
     more = max(peak - least, 0) / (size - before)
-    return Line(size, peak, seconds, more, (seconds - fewest) / (size - before))
+    slower = max(seconds - fewest, 0) / (size - before)
+    return Line(size, peak, seconds, more, slower)
 
 
 def model_key(model: Any, batch: Any) -> str:

@@ -103,13 +103,12 @@ def _check_xla(model, options: MemoryOptions) -> None:
     """Refuses XLA where it was asked for, and not where it is the default."""
     if not model.jit_compile or private_keras.compiles_by_default(model):
         return
-    name, reason = "sharding", "sends weights while a step runs"
+    reason = "`sharding` sends weights while a step runs, and XLA makes them"
     if options.dtr is not None:
-        name, reason = "dtr", "sees operators one by one"
+        reason = "`dtr` sees operators one by one, and XLA makes them"
     raise ValueError(
-        f"`{name}` {reason}, and XLA makes them one program: call "
-        "`model.compile(jit_compile=False)`, or use `remat`. "
-        "Received: jit_compile=True"
+        f"{reason} one program: call `model.compile(jit_compile=False)`, or "
+        "use `remat`. Received: jit_compile=True"
     )
 
 

@@ -254,7 +254,7 @@ def test_what_changes_no_number_is_chosen_first(plain, layer):
     arguments = (0.1,) if layer is layers.Dropout else ()
     expected, model = (_normalizing(layer(*arguments)) for _ in range(2))
     _fit(expected)
-    budget = _budget(needed, 0.7)
+    budget = _budget(needed, 0.8)
 
     _, peaks = _fit(model, memory_budget=budget)
 
@@ -426,7 +426,7 @@ def test_the_smallest_budget_that_an_error_names_is_enough():
     for _ in range(3):
         model.train_on_batch(*data)
 
-    assert model.memory_report.chosen.options.num_parts == 16
+    assert model.memory_report.chosen.options.num_parts >= 8
     assert kmem.memory.peak() <= smallest
 
 
