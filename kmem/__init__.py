@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # For editors: what `_MODULES` says.
     from kmem import callbacks as callbacks
     from kmem import distributed as distributed
     from kmem import dtr as dtr
+    from kmem import losses as losses
     from kmem import memory as memory
     from kmem import multilevel as multilevel
     from kmem import planning as planning
@@ -45,7 +46,7 @@ if TYPE_CHECKING:  # For editors: what `_MODULES` says.
 
 # Where the public names stand.
 _MODULES = {
-    "kmem": "callbacks distributed dtr memory multilevel planning remat",
+    "kmem": "callbacks distributed dtr losses memory multilevel planning remat",
     "kmem.budget.estimate": "Estimate estimate",
     "kmem.budget.planner": "plan",
     "kmem.budget.sweeper": "sweep",

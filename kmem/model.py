@@ -103,6 +103,11 @@ class MemoryFit:
                     and of the weights (`"gradients"`), which are gathered
                     again for the backward pass (`"full"`), or
                     `kmem.Sharding(...)`. Give every process the same data.
+                chunked_loss: Compute the last layer's logits, their
+                    cross-entropy and metrics for some tokens at a time, so
+                    that the logits of all never exist: `True`.
+                chunked_attention: Compute attention for some queries at a
+                    time, so that the scores of all never exist: `True`.
 
         Returns:
             Keras's `History`.

@@ -234,6 +234,8 @@ class MemoryArguments(TypedDict, total=False):
     remat: int | float | str | os.PathLike[str] | Plan | Remat | None
     dtr: bool | int | str | DTR | None
     sharding: Literal["optimizer", "gradients", "full"] | Sharding | None
+    chunked_loss: bool | None
+    chunked_attention: bool | None
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -267,6 +269,8 @@ class MemoryOptions:
     remat: Remat | None = None
     dtr: DTR | None = None
     sharding: Sharding | None = None
+    chunked_loss: bool | None = None
+    chunked_attention: bool | None = None
     allow: tuple[str, ...] = ()
 
     def __init__(self, **arguments: Unpack[MemoryArguments]) -> None:
@@ -355,6 +359,12 @@ def _parse_allow(value) -> tuple[str, ...]:
     return names
 
 
+def _parse_switch(value, name: str) -> bool | None:
+    """`True`, or `None` of `False`, which is off as well."""
+    one_of(value, name, (True, False))
+    return bool(value) or None
+
+
 def _as(option: type, value):
     return value if isinstance(value, option) else option(value)
 
@@ -373,4 +383,8 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "remat": lambda v: Remat(plan=v) if _is_plan(v) else _as(Remat, v),
     "dtr": lambda v: DTR() if v is True else _as(DTR, v),
     "sharding": functools.partial(_as, Sharding),
+    **{
+        name: functools.partial(_parse_switch, name=name)
+        for name in ("chunked_loss", "chunked_attention")
+    },
 }

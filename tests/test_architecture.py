@@ -21,6 +21,8 @@ ROOMS = (
     "remat",
     "step",
     "precision",
+    "losses",
+    "attention",
     "keras_graph",
     "dtr",
     "sharding",

@@ -28,6 +28,8 @@ from kmem.options import split_options
         ({"dtr": True}, kmem.DTR()),
         ({"dtr": "5GB"}, kmem.DTR(eviction_threshold=5 * 10**9)),
         ({"sharding": "full"}, kmem.Sharding("full")),
+        ({"chunked_loss": True}, True),
+        ({"chunked_attention": False}, None),
     ],
 )
 def test_short_forms_become_option_classes(given, parsed):
@@ -44,6 +46,8 @@ BAD = {
     "remat": ["5 GBs", -1, 0, 2.5, float("nan"), True, "plan.pkl"],
     "dtr": ["5 GBs", -1, 0.5, "0GB"],
     "sharding": ["zero", 3, True],
+    "chunked_loss": ["yes", 2, 0.5],
+    "chunked_attention": ["yes", 2, 0.5],
 }
 
 

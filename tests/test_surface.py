@@ -23,8 +23,8 @@ from kmem.options import MemoryArguments
 NAMES = """
     DTR Estimate Genetic GradientAccumulation MemoryOptions MicroBatches
     MixedPrecision Model Plan Remat ShardedStrategy Sharding Sweep callbacks
-    distributed dtr estimate memory multilevel plan planning profile remat
-    report sweep wrap
+    distributed dtr estimate losses memory multilevel plan planning profile
+    remat report sweep wrap
 """.split()
 
 
@@ -86,6 +86,8 @@ FORMS = {
         *("full", "gradients", "optimizer"),
         kmem.Sharding("full", cpu_offload=True),
     ),
+    "chunked_loss": (True,),
+    "chunked_attention": (True,),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import backend
 from keras.src.backend.common import global_state
 
 # Where `Loss.__call__` looks up what reduces its values.
@@ -96,6 +97,23 @@ def nodes_of(functional: Any) -> list:
         for node in by_depth[depth]
         if node.operation and not node.is_input
     ]
+
+
+def tensors_into(node: Any) -> list:
+    """The tensors that a call of an operation reads.
+    losses/test_chunked_loss.py"""
+    return node.arguments.keras_tensors
+
+
+def tensors_of(node: Any) -> list:
+    """The tensors that a call of an operation makes. losses/test_chunked_loss.py"""
+    return node.outputs
+
+
+def keywords_of(node: Any) -> dict:
+    """The keyword arguments of a call of an operation.
+    losses/test_chunked_loss.py"""
+    return node.arguments.kwargs
 
 
 def loss_tracker(model: keras.Model) -> Any:
@@ -224,3 +242,70 @@ def replace_whole(variable: keras.Variable, whole: tf.Variable) -> None:
     """Puts another one in the place of that."""
     shape = tuple(whole.shape)
     vars(variable).update(_value=whole, _shape=shape, _ndim=len(shape))
+
+
+# What `compile` was given, resolved.
+
+
+def compiled_loss(model: keras.Model) -> Any:
+    """What computes the loss that `compile` was given; `None` without one.
+    losses/test_chunked_loss.py"""
+    return model._compile_loss
+
+
+def compiled_metrics(model: keras.Model) -> Any:
+    """What updates the metrics that `compile` was given; `None` without any.
+    losses/test_chunked_loss.py"""
+    return model._compile_metrics
+
+
+def losses_of(compiled: Any) -> list:
+    """The losses of the outputs, once `compiled_loss` was built.
+    losses/test_chunked_loss.py"""
+    return [each.loss for each in compiled._flat_losses]
+
+
+# The function that a metric is the mean of. losses/test_chunked_loss.py
+METRIC_FUNCTION = "_fn"
+# The loss of which KerasHub's `Perplexity` is made. The same test.
+PERPLEXITY_LOSS = "_crossentropy"
+
+
+def function_of(wrapper: Any) -> tuple[Any, dict]:
+    """The function of a loss, or a metric, that wraps one, and its keyword
+    arguments; `None` of another. losses/test_chunked_loss.py"""
+    function = getattr(wrapper, "fn", getattr(wrapper, METRIC_FUNCTION, None))
+    return function, getattr(wrapper, "_fn_kwargs", {})
+
+
+# Attention. attention/test_chunked_attention.py
+
+# Where `keras.ops` looks attention up.
+backend_nn = backend.nn
+# What makes one mask of a layer's masks, and what attends.
+ATTENTION_MASK = "_compute_attention_mask"
+COMPUTE_ATTENTION = "_compute_attention"
+
+
+def attention_scale(layer: Any) -> float:
+    """What an attention layer multiplies its scores by."""
+    name = "_inverse_sqrt_key_dim"
+    if hasattr(layer, name):
+        return getattr(layer, name)
+    return layer._inverse_sqrt_head_dim
+
+
+def attention_dropout(layer: Any) -> Any:
+    """The layer that drops scores, within an attention layer."""
+    return layer._dropout_layer
+
+
+def gives_scores(layer: Any) -> bool:
+    """Whether a `GroupQueryAttention` is asked for its scores right now."""
+    return bool(getattr(layer, "_return_attention_scores", False))
+
+
+def sliding_window(layer: Any) -> Any:
+    """How far an attention layer looks, or `None`."""
+    own = getattr(layer, "_sliding_window", None)
+    return getattr(layer, "sliding_window", own)

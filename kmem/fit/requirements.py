@@ -10,9 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.attention import chunked_attention
 from kmem.base import private_keras
 from kmem.base.private_keras import all_layers
 from kmem.fit import pipeline
+from kmem.losses import chunked_loss
 from kmem.options import MemoryOptions
 from kmem.sharding import refusals
 
@@ -49,6 +51,10 @@ def check(model, options: MemoryOptions) -> None:
     if model.distribute_strategy.num_replicas_in_sync > 1:
         _check_replicas(model, options)
     _check_layers(model, options)
+    if options.chunked_loss:
+        chunked_loss.check(model, options)
+    if options.chunked_attention:
+        chunked_attention.check(model, options)
 
 
 def _check_layers(model, options: MemoryOptions) -> None:

@@ -1,0 +1,123 @@
+"""Loss and attention in chunks beside Keras's own, in one run.
+
+    python benchmarks/chunks.py --output benchmarks/chunks.md
+
+Steps of SGD through `fit`, each row in a process of its own. The loss is that
+of one `Dense` layer over 2,048 tokens of 64 features and 16,384 classes, and
+then of 4,096 tokens and 128,000 classes, which Keras's own is not given. The
+attention is one causal `MultiHeadAttention` of 8 heads of 32 features. The peak
+is what a step needs above what was held before it; times are the fastest of
+several steps. Ways take turns, so that the machine is as busy for each.
+"""
+
+import argparse
+import json
+import sys
+import time
+
+import table
+
+CASES = {
+    "loss, 2,048 tokens x 16,384": ("loss", 2048, 16384),
+    "loss, 4,096 tokens x 128,000": ("loss", 4096, 128000),
+    "attention, 2,048 tokens": ("attention", 2048, 8),
+    "attention, 8,192 tokens": ("attention", 8192, 8),
+}
+# What Keras's own needs more memory, or time, for than there is here.
+LEFT_OUT = "loss, 4,096 tokens x 128,000", "attention, 8,192 tokens"
+OPTIONS = {"loss": "chunked_loss", "attention": "chunked_attention"}
+FEATURES = {"loss": 64, "attention": 256}
+ROUNDS = 3
+
+
+def build(kind, tokens, size, mode):
+    """A model, and a batch."""
+    import keras
+    import numpy as np
+
+    import kmem
+
+    keras.utils.set_random_seed(0)
+    features = FEATURES[kind]
+    inputs = keras.Input((tokens, features))
+    x = np.random.default_rng(0).normal(size=(1, tokens, features))
+    if kind == "loss":
+        outputs = keras.layers.Dense(size)(inputs)
+        y = np.arange(tokens)[None] % size
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    else:
+        layer = keras.layers.MultiHeadAttention(size, features // size)
+        outputs, y, loss = layer(inputs, inputs, use_causal_mask=True), x, "mse"
+    model = kmem.wrap(keras.Model(inputs, outputs))
+    model.compile(keras.optimizers.SGD(), loss, jit_compile=mode == "xla")
+    return model, x.astype("float32"), y.astype("float32")
+
+
+def measure(name, mode):
+    """Prints bytes, seconds and the loss of each way."""
+    import keras
+
+    import kmem
+
+    class Step(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.peaks, self.seconds = [], []
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.before = kmem.memory.current("CPU")
+            kmem.memory.reset_peak("CPU")
+            self.start = time.perf_counter()
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seconds.append(time.perf_counter() - self.start)
+            self.peaks.append(kmem.memory.peak("CPU") - self.before)
+
+    kind, tokens, size = CASES[name]
+    ways = {}
+    for chunked in (False, True)[name in LEFT_OUT :]:
+        option = {OPTIONS[kind]: chunked}
+        model, x, y = build(kind, tokens, size, mode)
+        loss = model.fit(x, y, verbose=0, **option).history["loss"][0]
+        ways[chunked] = model, x, y, option, Step(), loss
+    for _ in range(ROUNDS):
+        for model, x, y, option, step, _ in ways.values():
+            model.fit(x, y, verbose=0, callbacks=[step], **option)
+    results = {
+        str(chunked): [max(step.peaks), min(step.seconds), loss]
+        for chunked, (*_, step, loss) in ways.items()
+    }
+    print(json.dumps(results))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="", help="cases that begin so")
+    table.add_output(parser)
+    arguments = parser.parse_args()
+    if arguments.one:
+        measure(*arguments.one)
+        return
+    header = (
+        "# Loss and attention in chunks\n\n" + table.made_by(__file__) + "\n\n"
+        "| case | mode | peak, Keras | peak, chunks | time, chunks / Keras | "
+        "loss, difference |\n| --- | --- | ---: | ---: | ---: | ---: |\n"
+    )
+    write = table.writer(arguments.output, header)
+    for name in [each for each in CASES if each.startswith(arguments.only)]:
+        for mode in ("graph", "xla"):
+            *_, line = table.lines_of(__file__, "--one", name, mode)
+            results = json.loads(line)
+            peak, seconds, loss = results["True"]
+            row = ["-", f"{peak / 1e6:.1f} MB", f"{seconds:.2f} s", "-"]
+            if "False" in results:
+                plain_peak, plain_seconds, plain_loss = results["False"]
+                row[0] = f"{plain_peak / 1e6:.1f} MB"
+                row[2] = f"{seconds / plain_seconds:.2f}"
+                row[3] = f"{abs(loss / plain_loss - 1):.1e}"
+            write(f"| {name} | {mode} | {' | '.join(row)} |\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Attention without the scores of all queries at once."""

@@ -1,0 +1,248 @@
+"""`chunked_attention`: the attention of a model, for some queries at a time.
+
+While a step runs Keras's attention layers, and what calls
+`keras.ops.dot_product_attention`, compute by `blocks`. The masks of padding are
+not multiplied out over pairs of a query and a key, as Keras does. Where
+attention drops, other numbers are drawn than without the option, of the same
+layer's seed. What this module does not do: layers that compute scores of their
+own, attention with a bias, and scores that are asked for. They stay as they
+are.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem.attention import blocks
+from kmem.base import patching
+from kmem.base import private_keras
+from kmem.base.patching import Context
+from kmem.step.mechanism import Mechanism
+
+_KINDS = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mask:
+    """A mask that is not multiplied out.
+
+    Attributes:
+        parts: Masks that broadcast to `(batch, queries, keys)`.
+        causal: Whether it is causal besides.
+        whole: Makes what Keras makes.
+    """
+
+    parts: tuple[tf.Tensor, ...]
+    causal: bool
+    whole: Callable
+
+
+def check(model: keras.Model, options) -> None:
+    """Checks whether a model's attention can be computed in chunks.
+
+    Raises:
+        ValueError: With an option that sees operators one by one.
+    """
+    if options.dtr is not None:
+        raise ValueError(
+            "`chunked_attention` and `dtr` exclude each other: what `dtr` "
+            "evicts is the scores that chunks do without. Leave one of them "
+            f"out. Received: dtr={options.dtr!r}"
+        )
+
+
+class ChunkedAttention(Mechanism):
+    """Changes how attention is computed."""
+
+    kinds = ("train", "test")
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        self._num_calls = 0
+
+    def computing(self, training: bool) -> Context:
+        return patching.together(self._changes())
+
+    def _changes(self) -> Iterator[Context]:
+        before = self._num_calls
+        for layer in private_keras.all_layers(self._model):
+            if _is_keras_own(layer):
+                names = (
+                    private_keras.ATTENTION_MASK,
+                    private_keras.COMPUTE_ATTENTION,
+                )
+                for name, make in zip(
+                    names, (self._masking, self._computing), strict=True
+                ):
+                    yield patching.method(layer, name, _of(make, layer))
+        yield patching.method(
+            private_keras.backend_nn, "dot_product_attention", self._calling
+        )
+        yield self._counting(before)
+
+    def _counting(self, before: int) -> Context:
+        return _AtEnd(lambda: self._check_calls(before))
+
+    def _check_calls(self, before: int) -> None:
+        if self._num_calls == before and not self._num_calls:
+            raise ValueError(
+                "`chunked_attention` needs a model that calls "
+                "`keras.layers.MultiHeadAttention`, `GroupQueryAttention` or "
+                "`keras.ops.dot_product_attention`. Leave it out. Received: "
+                f"model={self._model.name}, which calls none of them"
+            )
+
+    def _masking(self, layer, compute: Callable):
+        """Stands for what multiplies masks out."""
+
+        def run(
+            query,
+            value,
+            query_mask=None,
+            value_mask=None,
+            key_mask=None,
+            attention_mask=None,
+            use_causal_mask=False,
+        ):
+            def whole():
+                return compute(
+                    *(query, value, query_mask, value_mask, key_mask),
+                    *(attention_mask, use_causal_mask),
+                )
+
+            if private_keras.sliding_window(layer) is not None:
+                return whole()
+            given = (
+                (query_mask, (slice(None), slice(None), None)),
+                (value_mask, (slice(None), None)),
+                (key_mask, (slice(None), None)),
+                (attention_mask, (slice(None),)),
+            )
+            parts = tuple(
+                tf.cast(mask, tf.bool)[axes]
+                for mask, axes in given
+                if mask is not None
+            )
+            if not parts and not use_causal_mask:
+                return None
+            return _Mask(parts, use_causal_mask, whole)
+
+        return run
+
+    def _computing(self, layer, compute: Callable):
+        """Stands for the attention of a layer."""
+
+        def run(
+            query,
+            key,
+            value,
+            attention_mask=None,
+            training=None,
+            return_attention_scores=False,
+            use_causal_mask=False,
+        ):
+            mask, causal = attention_mask, use_causal_mask
+            asked = return_attention_scores or private_keras.gives_scores(layer)
+            if asked or len(query.shape) != 4:
+                if isinstance(mask, _Mask):
+                    mask = mask.whole()
+                extra = {"use_causal_mask": True} if causal else {}
+                if isinstance(layer, keras.layers.MultiHeadAttention):
+                    extra["return_attention_scores"] = return_attention_scores
+                return compute(query, key, value, mask, training, **extra)
+            if isinstance(mask, _Mask):
+                causal = causal or mask.causal
+                parts = mask.parts
+            else:
+                parts = () if mask is None else (tf.cast(mask, tf.bool),)
+            self._num_calls += 1
+            scores = blocks.Scores(
+                scale=private_keras.attention_scale(layer),
+                masks=tuple(map(_of_rank_4, parts)),
+                causal=causal,
+            )
+            dropout = private_keras.attention_dropout(layer)
+            if training and dropout.rate > 0:
+                scores = dataclasses.replace(
+                    scores,
+                    rate=dropout.rate,
+                    seed=tf.cast(dropout.seed_generator.next(), tf.int32),
+                )
+            return blocks.attention(query, key, value, scores), None
+
+        return run
+
+    def _calling(self, compute: Callable):
+        """Stands for Keras's function of attention."""
+
+        def run(
+            query,
+            key,
+            value,
+            bias=None,
+            mask=None,
+            scale=None,
+            is_causal=False,
+            flash_attention=None,
+            attn_logits_soft_cap=None,
+        ):
+            tensors: list[Any] = [
+                tf.convert_to_tensor(x) for x in (query, key, value)
+            ]
+            if bias is not None or flash_attention or len(query.shape) != 4:
+                return compute(
+                    *(*tensors, bias, mask, scale, is_causal),
+                    *(flash_attention, attn_logits_soft_cap),
+                )
+            self._num_calls += 1
+            dtype = keras.backend.result_type(*(x.dtype for x in tensors))
+            tensors = [tf.cast(each, dtype) for each in tensors]
+            if scale is None:
+                scale = tensors[1].shape[-1] ** -0.5
+            masks = () if mask is None else (tf.cast(mask, tf.bool),)
+            masks = tuple(map(_of_rank_4, masks))
+            scores = blocks.Scores(scale, masks, bool(is_causal))
+            return blocks.attention(*tensors, scores=scores)
+
+        return run
+
+
+class _AtEnd:
+    """Does something when a block ends without an error."""
+
+    def __init__(self, run: Callable[[], None]):
+        self._run = run
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if kind is None:
+            self._run()
+
+
+def _is_keras_own(layer) -> bool:
+    """Whether a layer attends as Keras's own do."""
+    name = private_keras.COMPUTE_ATTENTION
+    return any(
+        isinstance(layer, kind) and getattr(type(layer), name) is compute
+        for kind, compute in _OWN.items()
+    )
+
+
+_OWN = {kind: getattr(kind, private_keras.COMPUTE_ATTENTION) for kind in _KINDS}
+
+
+def _of(make: Callable, layer) -> Callable:
+    return lambda compute: make(layer, compute)
+
+
+def _of_rank_4(mask: tf.Tensor) -> Any:
+    """`(batch, heads, queries, keys)`, with ones in front."""
+    while len(mask.shape) < 4:
+        mask = mask[:, None] if len(mask.shape) == 3 else mask[None]
+    return mask

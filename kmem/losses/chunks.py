@@ -1,0 +1,339 @@
+"""Cross-entropy of a matrix product, in chunks of tokens.
+
+The logits of a token are `hidden @ weight + bias`: as many numbers as there
+are classes. Those of all tokens are the largest tensor of a language model,
+and only sums over them are needed: the loss, and the gradients of the hidden
+states and of the weight. Here they exist for one chunk of tokens at a time
+(Wijmans et al., Cut Your Losses, arXiv 2411.09009; Hsu et al., Liger Kernel,
+arXiv 2410.10989). Where it is known how much each token counts, the gradient is
+computed in the same pass as the loss, and costs no logits a second time.
+Else, for one loss a token, the backward pass computes them again.
+
+A chunk has as many tokens as make its logits as large as the hidden states or
+the gradient of the weight, whichever is larger. Sums over tokens are kept in
+float32 where the logits have 16 bits.
+
+What this module does not do: derivatives of the gradient. They are refused.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kmem.step.once import once_differentiable
+
+# Makes a number a token of labels and logits, `(tokens,)`.
+TokenMetric = Callable[[Any, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is computed of the tensors.
+
+    Attributes:
+        transposed: Whether the weight is `(classes, features)`.
+        compute_dtype: What logits are computed in.
+        loss_dtype: What the loss is computed in.
+        label_smoothing: The share of a label that goes to all classes.
+        soft_cap: Logits are `soft_cap * tanh(logits / soft_cap)`.
+        z_loss: The factor of the squared log of the softmax's denominator.
+    """
+
+    transposed: bool = False
+    compute_dtype: str = "float32"
+    loss_dtype: str = "float32"
+    label_smoothing: float = 0.0
+    soft_cap: float | None = None
+    z_loss: float = 0.0
+
+
+@dataclasses.dataclass
+class Tokens:
+    """What comes one for each token, in one order.
+
+    Attributes:
+        hidden: `(tokens, features)`.
+        labels: `(tokens,)` integers, or `(tokens, classes)`.
+        coefficients: How much the loss of each token counts, `(tokens,)`. The
+            label of one that does not count is not looked at.
+    """
+
+    hidden: tf.Tensor
+    labels: tf.Tensor
+    coefficients: tf.Tensor
+
+
+def weighted_sum(
+    tokens: Tokens,
+    weight: tf.Tensor,
+    bias: tf.Tensor | None,
+    form: Form,
+    metrics: Sequence[TokenMetric] = (),
+    differentiate: bool = True,
+) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    """The sum of the tokens' losses, times their coefficients.
+
+    Args:
+        metrics: What to compute of each token's logits besides.
+        differentiate: Whether to compute a gradient along with it, which is
+            needed if there will be a backward pass.
+
+    Returns:
+        A scalar, and `(tokens,)` of each of the metrics.
+    """
+    weights = [weight] if bias is None else [weight, bias]
+    if not differentiate:
+        sums, found = _run(tokens, weights, form, metrics, False)
+        return sums.loss, found
+
+    @tf.custom_gradient
+    def compute(hidden, *weights):
+        # Relative ones, so that their products with 16 bits do not underflow.
+        largest = tf.reduce_max(tf.abs(tokens.coefficients))
+        relative = tf.math.divide_no_nan(tokens.coefficients, largest)
+        scaled = dataclasses.replace(
+            tokens, hidden=hidden, coefficients=relative
+        )
+        sums, found = _run(scaled, weights, form, metrics, True)
+
+        def gradient(upstream, *_):
+            scale = largest * tf.cast(upstream, largest.dtype)
+            return once_differentiable(
+                sums.scaled(scale), [hidden, *weights], "cross-entropy"
+            )
+
+        return (sums.loss * largest, *found), gradient
+
+    computed: Any = compute(tokens.hidden, *weights)
+    total, *found = computed
+    return total, [tf.stop_gradient(each) for each in found]
+
+
+def token_losses(
+    tokens: Tokens, weight: tf.Tensor, bias: tf.Tensor | None, form: Form
+) -> tf.Tensor:
+    """The loss of each token, `(tokens,)`, times its coefficient.
+
+    Its gradient computes the logits again.
+    """
+
+    @tf.custom_gradient
+    def compute(hidden, *weights):
+        given = dataclasses.replace(tokens, hidden=hidden)
+        sums, _ = _run(given, weights, form, (), False)
+
+        def gradient(upstream):
+            weighted = dataclasses.replace(
+                given,
+                coefficients=given.coefficients
+                * tf.cast(upstream, given.coefficients.dtype),
+            )
+            sums, _ = _run(weighted, weights, form, (), True)
+            return once_differentiable(
+                sums.scaled(None), [hidden, *weights], "cross-entropy"
+            )
+
+        return sums.losses, gradient
+
+    losses: Any = compute(
+        tokens.hidden, *([weight] if bias is None else [weight, bias])
+    )
+    return losses
+
+
+def tokens_in_chunk(
+    num_tokens, num_features: int, num_classes: int, hidden_bytes: int
+):
+    """How many tokens a chunk has, so that its float32 logits are at most as
+    large as the hidden states or the weight's gradient.
+
+    Args:
+        num_tokens: An int64 scalar, or an int.
+        hidden_bytes: Of one element of the hidden states.
+    """
+    as_hidden = num_tokens * (num_features * hidden_bytes) // (num_classes * 4)
+    size = tf.maximum(as_hidden, max(1, num_features))
+    # As many chunks, of equal sizes but for less than a token each.
+    count = tf.maximum(-(-num_tokens // size), 1)
+    return tf.maximum(-(-num_tokens // count), 1), count
+
+
+def coefficients_of(
+    reduce: Callable[[tf.Tensor], Any], tokens: tf.Tensor, dtype: str
+) -> tuple[tf.Tensor, Any]:
+    """How much the loss of each token counts in what a reduction makes.
+
+    Keras's reductions are linear in the tokens' losses, so that it is their
+    gradient, whatever weights and masks they have, and whatever scales them.
+
+    Args:
+        reduce: Takes losses, `tokens.shape[:-1]`, and gives a loss.
+        tokens: Hidden states.
+
+    Returns:
+        A tensor of the shape of the losses, and what `reduce` gave of zeros.
+    """
+    with tf.GradientTape() as tape:
+        losses = tf.zeros(tf.shape(tokens)[:-1], dtype)
+        losses = tf.ensure_shape(losses, tokens.shape[:-1])
+        tape.watch(losses)
+        reduced = reduce(losses)
+    coefficients = tape.gradient(reduced, losses)
+    return tf.convert_to_tensor(coefficients), reduced
+
+
+@dataclasses.dataclass
+class _Sums:
+    """What came of all tokens: the loss, that of each, and gradients."""
+
+    loss: tf.Tensor
+    losses: tf.Tensor
+    gradients: list[tf.Tensor]
+    dtypes: list
+
+    def scaled(self, scale) -> list[tf.Tensor]:
+        """The gradients, times a scalar, in the dtypes of what was given."""
+        if scale is None:
+            return [
+                tf.cast(g, dtype)
+                for g, dtype in zip(self.gradients, self.dtypes, strict=True)
+            ]
+        return [
+            tf.cast(tf.cast(g, scale.dtype) * scale, dtype)
+            for g, dtype in zip(self.gradients, self.dtypes, strict=True)
+        ]
+
+
+def _run(
+    tokens: Tokens, weights: Sequence, form: Form, metrics, differentiate: bool
+) -> tuple[_Sums, list[tf.Tensor]]:
+    """Goes over the chunks, and adds up."""
+    dtype, loss_dtype = form.compute_dtype, tf.as_dtype(form.loss_dtype)
+    # What is not watched is not kept by a tape in eager mode.
+    weight, *bias = weights = [tf.stop_gradient(each) for each in weights]
+    hidden = tf.cast(tf.stop_gradient(tokens.hidden), dtype)
+    num_features = hidden.shape[-1]
+    num_classes = weight.shape[0 if form.transposed else 1]
+    num_tokens = tf.shape(hidden, tf.int64)[0]
+    size, count = tokens_in_chunk(
+        num_tokens, num_features, num_classes, hidden.dtype.size
+    )
+    computed = [tf.cast(each, dtype) for each in weights]
+    chunked = [
+        _chunked(each, size, count)
+        for each in (
+            hidden,
+            tf.stop_gradient(tokens.labels),
+            tf.stop_gradient(tokens.coefficients),
+        )
+    ]
+    count = tf.cast(count, tf.int32)
+    # One number a token: the loss, and each of the metrics.
+    columns = [
+        tf.TensorArray(loss_dtype, count, element_shape=[None])
+        for _ in range(1 + len(metrics))
+    ]
+    states, sums = [], []
+    if differentiate:
+        states = [
+            tf.TensorArray(dtype, count, element_shape=[None, num_features])
+        ]
+        sums = [tf.zeros(tf.shape(each), loss_dtype) for each in weights]
+
+    def slopes_of(i):
+        """The chunk's columns, and its loss's slope in each logit."""
+        h, labels, coefficients = (each[i] for each in chunked)
+        counts = tf.not_equal(coefficients, 0)
+        raw = tf.matmul(h, computed[0], transpose_b=form.transposed)
+        if bias:
+            raw += computed[1]
+        if form.soft_cap is not None:
+            raw = form.soft_cap * tf.tanh(raw / form.soft_cap)
+        # Before the loss, which may take the logits' place.
+        found = [tf.cast(metric(labels, raw), loss_dtype) for metric in metrics]
+        with tf.control_dependencies(found):
+            logits = tf.cast(raw, loss_dtype)
+        if len(labels.shape) == 1:
+            labels = tf.where(counts, labels, 0)
+        losses, slopes = _losses(logits, labels, form, differentiate)
+        losses = tf.where(counts, losses * coefficients, 0)
+        if form.soft_cap is not None and differentiate:
+            slopes *= 1 - tf.square(logits / form.soft_cap)
+        return h, coefficients, [losses, *found], slopes
+
+    def body(i, total, columns, states, sums):
+        # What is as large as the logits goes when it was used.
+        h, coefficients, found, slopes = slopes_of(i)
+        columns = [
+            column.write(i, tf.reshape(each, [-1]))
+            for column, each in zip(columns, found, strict=True)
+        ]
+        total += tf.reduce_sum(found[0])
+        if differentiate:
+            slopes = tf.cast(slopes * coefficients[:, None], dtype)
+            moved = tf.matmul(
+                slopes, computed[0], transpose_b=not form.transposed
+            )
+            states = [states[0].write(i, moved)]
+            pair = (slopes, h) if form.transposed else (h, slopes)
+            addends = [tf.matmul(*pair, transpose_a=True)]
+            if bias:
+                addends.append(tf.reduce_sum(tf.cast(slopes, loss_dtype), 0))
+            sums = [
+                each + tf.cast(addend, loss_dtype)
+                for each, addend in zip(sums, addends, strict=True)
+            ]
+        return i + 1, total, columns, states, sums
+
+    _, total, columns, states, sums = tf.while_loop(
+        lambda i, *_: i < count,
+        body,
+        (tf.constant(0), tf.zeros([], loss_dtype), columns, states, sums),
+        parallel_iterations=1,
+        maximum_iterations=count,
+    )
+    losses, *found = (column.concat()[:num_tokens] for column in columns)
+    gradients = [each.concat()[:num_tokens] for each in states] + sums
+    dtypes = [tokens.hidden.dtype, *(each.dtype for each in weights)]
+    return _Sums(total, losses, gradients, dtypes if gradients else []), found
+
+
+def _chunked(tensor, size, count):
+    """`(chunks, tokens of a chunk, ...)`, with zeros at the end."""
+    missing = size * count - tf.shape(tensor, tf.int64)[0]
+    rest = [[0, 0]] * (len(tensor.shape) - 1)
+    padded = tf.pad(tensor, [[0, missing], *rest])
+    shape = tf.concat([[count, size], tf.shape(tensor, tf.int64)[1:]], 0)
+    chunks = tf.reshape(padded, shape)
+    return tf.ensure_shape(chunks, [None, None, *tensor.shape[1:]])
+
+
+def _losses(logits, labels, form: Form, differentiate: bool):
+    """The tokens' losses, and what they are to each logit."""
+    if len(labels.shape) > 1:
+        labels = tf.cast(labels, logits.dtype)
+        smoothing = form.label_smoothing
+        if smoothing:
+            labels = labels * (1 - smoothing) + smoothing / labels.shape[-1]
+        return tf.raw_ops.SoftmaxCrossEntropyWithLogits(
+            features=logits, labels=labels
+        )
+    losses, slopes = tf.raw_ops.SparseSoftmaxCrossEntropyWithLogits(
+        features=logits, labels=labels
+    )
+    if not (form.label_smoothing or form.z_loss):
+        return losses, slopes
+    chosen = tf.gather(logits, labels, axis=1, batch_dims=1)
+    log_sum = losses + chosen
+    smoothing, num_classes = form.label_smoothing, logits.shape[-1]
+    losses += form.z_loss * tf.square(log_sum)
+    losses += smoothing * (chosen - tf.reduce_mean(logits, -1))
+    if differentiate:
+        one_hot = tf.one_hot(labels, num_classes, dtype=logits.dtype)
+        factor = 2 * form.z_loss * log_sum[:, None]
+        slopes += factor * (slopes + one_hot)
+        slopes += smoothing * (one_hot - 1 / num_classes)
+    return losses, slopes

@@ -1,0 +1,332 @@
+"""`fit(chunked_loss=True)`: the numbers of a plain `fit`, without logits."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kmem
+from kmem.losses import chunks
+
+CLASSES, FEATURES, LENGTH = 50, 8, 12
+SPARSE = keras.losses.SparseCategoricalCrossentropy
+ACCURACIES = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(3)]
+
+
+def language_model(end="dense", mask_zero=False):
+    keras.utils.set_random_seed(0)
+    ids = keras.Input((None,), dtype="int32")
+    if end == "tied":
+        embedding = keras.layers.ReversibleEmbedding(
+            *(CLASSES, FEATURES), mask_zero=mask_zero, logit_soft_cap=3.0
+        )
+    else:
+        embedding = keras.layers.Embedding(
+            CLASSES, FEATURES, mask_zero=mask_zero
+        )
+    hidden = keras.layers.Dense(FEATURES, "tanh")(embedding(ids))
+    if end == "softmax":
+        hidden = keras.layers.GlobalAveragePooling1D()(hidden)
+    if end == "tied":
+        outputs = embedding(hidden, reverse=True)
+    elif end == "softmax":
+        outputs = keras.layers.Dense(CLASSES, "softmax")(hidden)
+    elif end == "softmax layer":
+        logits = keras.layers.Dense(CLASSES, use_bias=False)(hidden)
+        outputs = keras.layers.Activation("softmax", dtype="float32")(logits)
+    else:
+        outputs = keras.layers.Dense(CLASSES)(hidden)
+    return keras.Model(ids, outputs)
+
+
+def data(rows=10):
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, CLASSES, (rows, LENGTH))
+    return ids, (ids * 7 + 3) % CLASSES
+
+
+def trained(model, compile_with, fit_with, **options):
+    """Weights and logs after two epochs of an uneven last batch."""
+    x, y = data()
+    kmem.wrap(model)
+    compile_with = {
+        "optimizer": keras.optimizers.SGD(1.0),
+        "loss": SPARSE(from_logits=True),
+        "metrics": [
+            keras.metrics.deserialize(keras.metrics.serialize(each))
+            if isinstance(each, keras.Metric)
+            else each
+            for each in ACCURACIES
+        ],
+    } | compile_with
+    model.compile(**compile_with)
+    fit_with = {
+        "y": y,
+        "batch_size": 4,
+        "epochs": 2,
+        "shuffle": False,
+        "verbose": 0,
+        "validation_data": (x[:5], y[:5]),
+    } | fit_with
+    history = model.fit(x, **fit_with, **options).history
+    return model.get_weights(), history
+
+
+def assert_same(got, want, rtol=2e-5):
+    for some, others in zip(got[0], want[0], strict=True):
+        np.testing.assert_allclose(some, others, rtol=rtol, atol=rtol / 10)
+    assert got[1].keys() == want[1].keys()
+    for name, values in want[1].items():
+        np.testing.assert_allclose(
+            got[1][name], values, rtol, 1e-6, err_msg=name
+        )
+
+
+WEIGHTS = np.random.default_rng(1).random((10, LENGTH)).astype("float32")
+CASES = {
+    "eager": ({}, {"run_eagerly": True}, {}),
+    "xla, masked": (
+        {"mask_zero": True},
+        {"jit_compile": True},
+        {"sample_weight": WEIGHTS},
+    ),
+    "softmax, class weights": (
+        {"end": "softmax", "mask_zero": True},
+        {"loss": "sparse_categorical_crossentropy"},
+        {
+            "class_weight": {i: 1 + i % 3 for i in range(CLASSES)},
+            "y": data()[1][:, 0],
+            "validation_data": None,
+        },
+    ),
+    "a layer of softmax": (
+        {"end": "softmax layer", "mask_zero": True},
+        {
+            "loss": SPARSE(
+                ignore_class=10, reduction="mean_with_sample_weight"
+            ),
+            "weighted_metrics": ["sparse_categorical_crossentropy"],
+        },
+        {"sample_weight": WEIGHTS[:, :1]},
+    ),
+    "tied, one-hot": (
+        {"end": "tied"},
+        {
+            "loss": keras.losses.CategoricalCrossentropy(
+                from_logits=True, label_smoothing=0.1, reduction="sum"
+            ),
+            "optimizer": "sgd",
+            "metrics": ["accuracy", "categorical_crossentropy"][:1],
+        },
+        {
+            "y": np.eye(CLASSES, dtype="float32")[data()[1]],
+            "validation_data": None,
+        },
+    ),
+    "micro-batches": (
+        {"mask_zero": True},
+        {"loss_weights": [0.5]},
+        {"microbatches": 3},
+    ),
+    "accumulation": ({}, {}, {"gradient_accumulation_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_logs_are_those_of_a_plain_fit(case):
+    model, compile_with, fit_with = CASES[case]
+
+    want = trained(language_model(**model), compile_with, fit_with)
+    got = trained(
+        language_model(**model), compile_with, fit_with, chunked_loss=True
+    )
+
+    assert_same(got, want)
+
+
+def test_bytes_are_those_of_hidden_states_and_weights_not_of_logits():
+    ids = np.zeros((4, 256), "int32")
+    peaks = {}
+    for chunked in (False, True):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((256,), dtype="int32")
+        hidden = keras.layers.Embedding(10, 16)(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(4096)(hidden))
+        kmem.wrap(model).compile(
+            keras.optimizers.SGD(),
+            SPARSE(from_logits=True),
+            metrics=["accuracy"],
+        )
+        arguments = dict(batch_size=4, verbose=0, chunked_loss=chunked)
+        model.fit(ids, ids, **arguments)
+        with kmem.memory.track("CPU") as usage:
+            model.fit(ids, ids, **arguments)
+        peaks[chunked] = usage.peak_bytes - usage.start_bytes
+
+    logits, weight = 4 * 4 * 256 * 4096, 4 * 16 * 4096
+    assert peaks[False] > logits
+    # In a chunk logits are as large as the weight: those, their slopes, what
+    # they add to its gradient, that itself, and what accuracy makes of them.
+    assert peaks[True] < 7 * weight < logits / 9
+
+
+@pytest.mark.parametrize("reduction, passes", [("sum", 1), (None, 2)])
+def test_logits_are_computed_once_and_twice_for_a_loss_of_each_token(
+    reduction, passes, monkeypatch
+):
+    hidden, weight = tf.ones((96, 8)), tf.ones((8, 64))
+    labels = tf.zeros(96, tf.int32)
+    products = []
+    matmul = tf.matmul
+
+    def counted(a, b, **arguments):
+        products.append(sorted({*a.shape, *b.shape}))
+        return matmul(a, b, **arguments)
+
+    monkeypatch.setattr(chunks.tf, "matmul", counted)
+    loss = kmem.losses.LinearCrossEntropy(reduction=reduction)
+    with tf.GradientTape() as tape:
+        tape.watch([hidden, weight])
+        value = loss(labels, hidden, weight)
+    tape.gradient(value, [hidden, weight])
+
+    # Of 96 tokens, 12 chunks of 8: 96 * 8 // 64 < 12 <= 96 / 8. Each has its
+    # logits, and two products with their slopes.
+    num_chunks = 96 // int(chunks.tokens_in_chunk(96, 8, 64, 4)[0])
+    assert num_chunks == 8
+    assert len(products) == num_chunks * (passes + 2)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", None])
+@pytest.mark.parametrize("xla", [False, True])
+def test_loss_and_gradients_are_those_of_float64(reduction, xla):
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(3, 7, 8))
+    weight, bias = rng.normal(size=(64, 8)), rng.normal(size=64)
+    labels = rng.integers(0, 64, (3, 7))
+    labels[0, :2] = -1
+    sample_weight, mask = rng.random((3, 7)), rng.random((3, 7)) > 0.3
+    settings = dict(
+        *(),
+        reduction=reduction,
+        ignore_class=-1,
+        label_smoothing=0.1,
+        soft_cap=2.0,
+        z_loss=1e-2,
+        transposed=True,
+    )
+
+    def plain(hidden, weight, bias):
+        logits = 2 * tf.tanh((hidden @ tf.transpose(weight) + bias) / 2)
+        log_sum = tf.reduce_logsumexp(logits, -1)
+        targets = 0.9 * tf.one_hot(labels, 64, dtype=logits.dtype) + 0.1 / 64
+        losses = log_sum - tf.reduce_sum(targets * logits, -1)
+        losses += 1e-2 * log_sum**2
+        counts = mask & (labels != -1)
+        losses *= np.where(counts, sample_weight, 0)
+        total = tf.reduce_sum(losses)
+        if reduction == "sum_over_batch_size":
+            return total / counts.sum()
+        return losses if reduction is None else total
+
+    def chunked(hidden, weight, bias):
+        loss = kmem.losses.LinearCrossEntropy(**settings)
+        return loss(labels, hidden, weight, bias, sample_weight, mask)
+
+    def results(function, dtype):
+        tensors = [tf.constant(x, dtype) for x in (hidden, weight, bias)]
+
+        def run(*tensors):
+            with tf.GradientTape() as tape:
+                tape.watch(tensors)
+                value = function(*tensors)
+                total = tf.reduce_sum(value * 0.5)
+            return value, *tape.gradient(total, tensors)
+
+        if function is chunked:
+            run = tf.function(run, jit_compile=xla)
+        return [x.numpy() for x in run(*tensors)]
+
+    for got, want in zip(
+        results(chunked, tf.float32), results(plain, tf.float64), strict=True
+    ):
+        np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
+
+
+def test_sixteen_bits_add_up_in_thirty_two():
+    x, y = data()
+    logs = []
+    for options in ({}, {"chunked_loss": True}):
+        model = kmem.wrap(language_model("softmax layer"))
+        model.compile(
+            keras.optimizers.SGD(1.0), "sparse_categorical_crossentropy"
+        )
+        model.fit(x, y, verbose=0, mixed_precision="float16", **options)
+        logs.append(model.get_weights())
+
+    for got, want in zip(*logs, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-3)
+
+
+def test_a_second_derivative_is_refused():
+    hidden, weight = tf.ones((4, 8)), tf.ones((8, 16))
+    loss = kmem.losses.LinearCrossEntropy()
+    with tf.GradientTape() as outer:
+        outer.watch(weight)
+        with tf.GradientTape() as tape:
+            tape.watch(weight)
+            value = loss(tf.zeros(4, tf.int32), hidden, weight)
+        gradient = tape.gradient(value, weight)
+
+    with pytest.raises(ValueError, match="must not be differentiated"):
+        outer.gradient(gradient, weight)
+
+
+class Reading(keras.Model):
+    def train_step(self, data):
+        return {"largest": keras.ops.max(self(data[0], training=True))}
+
+
+class Subclassed(keras.Model):
+    def call(self, x):
+        return x
+
+
+def compiled(model=None, loss=None, **arguments):
+    model = model or language_model()
+    model.compile("sgd", loss or SPARSE(from_logits=True), **arguments)
+    return kmem.wrap(model)
+
+
+def reading(kind):
+    inputs = keras.Input((LENGTH,))
+    return kind(inputs, keras.layers.Dense(CLASSES)(inputs))
+
+
+REFUSED = {
+    "ends with": lambda: compiled(
+        keras.Sequential([keras.Input((4,)), keras.layers.ReLU()])
+    ),
+    "Functional or Sequential": lambda: compiled(Subclassed()),
+    "from_logits": lambda: compiled(loss="sparse_categorical_crossentropy"),
+    "own categorical": lambda: compiled(loss="mse"),
+    "one number": lambda: compiled(loss=SPARSE(True, reduction=None)),
+    "metric=": lambda: compiled(metrics=["mse"]),
+    "one output": lambda: compiled(
+        keras.Model(*[[x := keras.Input((4,)), x]] * 2)
+    ),
+    "reads `y_pred`": lambda: compiled(reading(Reading)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_chunked_is_refused_before_training(message):
+    x, y = data()
+    model = REFUSED[message]()
+    before = model.get_weights()
+
+    with pytest.raises(ValueError, match=message):
+        model.fit(x, y, verbose=0, chunked_loss=True)
+
+    for got, want in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(got, want)
