@@ -25,7 +25,6 @@ from kmem.budget import tuning
 from kmem.budget.dry_run import Measurement
 from kmem.budget.planner import Drawing
 from kmem.fit.session import Session
-from kmem.graph import releasing
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
 from kmem.options import MemoryOptions
@@ -219,7 +218,7 @@ def _any_size(session: Session, batch: Any) -> Callable:
     if not session.is_traceable:
         return run
     leaves = [spec for spec in keras.tree.flatten(specs) if spec is not None]
-    return releasing.function(run, input_signature=leaves)
+    return session.traced(run, leaves)
 
 
 def longest_in_turns(*two: tuple[Trial, int]) -> float:

@@ -221,7 +221,21 @@ class Session:
 
         if spec is None or not self.is_traceable:
             return run
-        return releasing.function(run, input_signature=[spec])
+        return self.traced(run, [spec])
+
+    def traced(self, run: Callable, signature: list) -> Callable:
+        """A graph of a function that takes steps of `on_batch`.
+
+        It is called as the model's functions are.
+
+        Args:
+            run: The function, of as many arguments as the signature has.
+            signature: What the graph knows of them, as `tf.TensorSpec`s.
+        """
+        function = releasing.function(run, input_signature=signature)
+        for each in self._mechanisms:
+            function = each.wrapped(function)
+        return function
 
     def layers_that_differ(self, spec: Any) -> list[keras.layers.Layer]:
         """As in `GradientStep`, of a batch as `tf.TensorSpec`s."""

@@ -29,6 +29,7 @@ from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
 from kmem.sharding.variables import ShardedVariable
 from kmem.step.accumulation import build_optimizer
+from kmem.step.capture import optimizers
 
 # The files of this module. A checkpoint's folder may have others.
 _OWN = re.compile(r"kmem-[0-9a-f]{16}-\d+-of-\d+\.(shard|part)")
@@ -61,8 +62,9 @@ def save(
 
     Raises:
         OSError: If this process cannot write.
-        ValueError: If JSON cannot hold the position, or the folder has an
-            `index.json` of something else.
+        ValueError: If JSON cannot hold the position, the folder has an
+            `index.json` of something else, or the model has optimizers
+            besides `model.optimizer`.
         RuntimeError: If another one cannot.
 
     Example:
@@ -78,6 +80,7 @@ def save(
     kmem.distributed.load(model, "checkpoint")  # {"epoch": 3}
     ```
     """
+    check_optimizers(model)
     group = engine()
     folder = pathlib.Path(folder)
     variables = _variables(model)
@@ -252,6 +255,25 @@ class _Checkpoint:
                     offset + start * dtype.size, offset + stop * dtype.size
                 )
         return np.frombuffer(contents, dtype.as_numpy_dtype)
+
+
+def check_optimizers(model: keras.Model) -> None:
+    """Refuses a model that has other optimizers than its own.
+
+    Which variables each of them trains is known to its `train_step` alone, so
+    another process could not make their variables before it loads them.
+    """
+    own = getattr(model, "optimizer", None)
+    known = {id(own), id(getattr(own, "inner_optimizer", None))}
+    others = [each for each in optimizers(model) if id(each) not in known]
+    if others:
+        names = ", ".join(type(each).__name__ for each in others)
+        raise ValueError(
+            "A checkpoint of shards must be of a model that has no optimizer "
+            "besides `model.optimizer`: the state of others would be lost. "
+            "Save it with `keras.callbacks.BackupAndRestore`, or its "
+            f"optimizers by yourself. Received: {names} as well"
+        )
 
 
 def _variables(model: keras.Model) -> list[tuple[str, keras.Variable]]:

@@ -48,7 +48,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             next. Where several batches make an update, it waits for that.
 
     Raises:
-        ValueError: If an argument is not of this form.
+        ValueError: If an argument is not of this form; when `fit` begins, if
+            the model has optimizers besides `model.optimizer`.
 
     Example:
 
@@ -92,6 +93,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self._skipped = self._unsaved = 0
         model: Any = self.model
+        checkpoint.check_optimizers(model)
         self._ending = _Ending(model)
         self._ending.begin()
         if not checkpoint.exists(self._folder):

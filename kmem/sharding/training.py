@@ -51,7 +51,6 @@ class ShardedTraining(Mechanism):
     """
 
     kinds = ("train", "test", "predict")
-    is_traceable = False
     between_steps = True
 
     def __init__(

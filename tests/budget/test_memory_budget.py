@@ -379,7 +379,8 @@ def test_layers_that_see_one_part_at_a_time_are_named_once():
     assert "one micro-batch at a time is seen by norm" in report.summary()
 
 
-def test_the_logs_of_several_outputs_are_those_of_keras():
+@pytest.mark.parametrize("options", [{}, {"sharding": "full"}], ids=str)
+def test_the_logs_of_several_outputs_are_those_of_keras(options):
     def history(**options):
         keras.utils.set_random_seed(0)
         inputs = keras.Input((5,))
@@ -389,14 +390,14 @@ def test_the_logs_of_several_outputs_are_those_of_keras():
         ]
         model = keras.Model(inputs, outputs)
         model.compile("sgd", ["mse", "mae"])
-        x = np.random.default_rng(0).normal(size=(52, 5)).astype("float32")
+        x = np.random.default_rng(0).normal(size=(28, 5)).astype("float32")
         y = [x[:, :3], x[:, :1]]
         arguments = {"shuffle": False, "verbose": 0, "epochs": 2}
         model = kmem.wrap(model)
         # The last batch is smaller, by which Keras does not weigh these.
         return model.fit(x, y, 20, **arguments, **options).history
 
-    expected, got = history(), history(memory_budget="8GB")
+    expected, got = history(), history(memory_budget="8GB", **options)
     assert expected.keys() == got.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(got[name], values, 1e-5)

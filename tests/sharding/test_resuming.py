@@ -170,6 +170,17 @@ def test_the_next_fit_begins_where_it_says(tmp_path):
     assert model.fit(x, y, epochs=2, verbose=0).epoch == [0, 1]
 
 
+def test_a_model_with_further_optimizers_is_refused_before_it_trains(tmp_path):
+    model = resumed.make_model()
+    model.second = keras.optimizers.SGD()
+    before = weights(model)
+    saved = callbacks.ShardedCheckpoint(tmp_path)
+    with pytest.raises(ValueError, match="besides `model.opt.*SGD as well"):
+        model.fit(*resumed.data(), callbacks=[saved], verbose=0)
+    assert_near(weights(model), before, 0)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("save_freq", [0, "batch"])
 def test_how_often_it_saves_must_be_known(save_freq, tmp_path):
     with pytest.raises(ValueError, match="`save_freq` must be"):

@@ -31,6 +31,13 @@ REFUSED: dict[tuple[str, str], str] = {
     ("stateful_rnn", "sharding"): (
         "cannot be used with layers that keep a state for each example"
     ),
+    **{
+        (f"optimizer_{name}", "sharding"): "updates every number by itself"
+        for name in ("lamb", "adafactor", "muon", "schedule_free")
+    },
+    ("optimizer_that_accumulates", "gradient_accumulation_steps"): (
+        "by kmem or by the optimizer, not by both"
+    ),
 }
 
 # Why the numbers are others; docs/accumulation.md says so as well.
