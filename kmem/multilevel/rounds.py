@@ -7,6 +7,7 @@ levels below, which have just been updated.
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
@@ -141,8 +142,10 @@ class Round:
             for other, vector in zip(tree, vectors, strict=True):
                 through = self._through(other, vector, tree[other], number)
                 total = list(map(tf.add, total, through))
-        if not self._arrives(number, {number: None, **tree}):
+        reached = self._reached(number, {number: None, **tree})
+        if not reached:
             self._refuse_standing_still(number)
+        self._warn_of_standing_still(number, reached)
         self._note(number, loss)
         return total
 
@@ -162,13 +165,34 @@ class Round:
             total = list(map(tf.add, total, each)) if total else each
         return total
 
-    def _arrives(self, number: int, tree: Tree) -> bool:
-        """Whether there is a gradient along any path from a level."""
-        reached = self._levels[number].reached
-        return any(
-            not reached.isdisjoint(map(id, self._levels[other].variables))
-            and (further is None or self._arrives(other, further))
-            for other, further in tree.items()
+    def _reached(self, number: int, tree: Tree) -> set[int]:
+        """The variables to which a gradient comes, along any path from a
+        level, of the level where its paths end; by their identities."""
+        arrived: set[int] = set()
+        for other, further in tree.items():
+            variables = map(id, self._levels[other].variables)
+            reached = self._levels[number].reached.intersection(variables)
+            if reached and further is not None:
+                reached = self._reached(other, further)
+            arrived |= reached
+        return arrived
+
+    def _warn_of_standing_still(self, number: int, reached: set[int]) -> None:
+        """Says once which of a level's variables are without a gradient."""
+        level = self._levels[number]
+        if len(reached) == len(level.variables) or (
+            number in self._structure.told_of
+        ):
+            return
+        self._structure.told_of.add(number)
+        paths = [v.path for v in level.variables if id(v) not in reached]
+        more = f", and {len(paths) - 4} more" if len(paths) > 4 else ""
+        warnings.warn(
+            f"Some variables of level '{level.name}' get a gradient along no "
+            "path, and its optimizer is given zeros for them: "
+            f"{', '.join(paths[:4])}{more}. Set `trainable=False` on their "
+            "layers if that is what you want.",
+            stacklevel=2,
         )
 
     def _refuse_standing_still(self, number: int) -> NoReturn:

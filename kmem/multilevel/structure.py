@@ -39,11 +39,13 @@ class Structure:
         children: For each level, the levels that step before it does.
         num_updates: For each level, its updates in a round.
         num_batches: For each level, the loader's batches in a round.
+        told_of: The levels of which a warning was given.
     """
 
     def __init__(self, levels: list[Level], edges: Edges):
         self.levels = levels
         self.edges = edges
+        self.told_of: set[int] = set()
         numbers = range(len(levels))
         self.trees = [_paths(edges, number) for number in numbers]
         self.optimizers = [

@@ -176,6 +176,25 @@ def test_a_level_that_no_gradient_reaches_is_named_before_anything_is_trained(
         np.testing.assert_array_equal(one, other)
 
 
+def test_variables_that_no_gradient_reaches_are_named_once():
+    inputs = keras.Input((3,))
+    outputs = [layers.Dense(2, name=name)(inputs) for name in ("used", "left")]
+    model = keras.Model(inputs, outputs)
+    made = Program(
+        [Level(model, lambda x: ops.mean(model(x)[0]), "sgd", name="one")]
+    )
+    data = tf.data.Dataset.from_tensor_slices(np.ones((4, 3), "float32"))
+    before = model.get_weights()
+
+    with pytest.warns(UserWarning, match="get a gradient along no") as warned:
+        made.fit({"one": data.batch(2)}, epochs=2, verbose=0)
+
+    (text,) = [str(each.message) for each in warned]
+    assert "of level 'one'" in text and "left/kernel, left/bias. Set" in text
+    same = map(np.array_equal, model.get_weights(), before)
+    assert list(same) == [False, False, True, True]
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_loss_is_the_top_ones_and_no_number_once_any_is_none(number):
     factors = [Vector([1.0], f"factor_{i}") for i in range(2)]
