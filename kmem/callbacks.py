@@ -6,6 +6,7 @@ if it happens in a step; if another callback raises, the model trains with
 the options' function until its next `fit` or `compile`.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,22 @@ class EndOfGroup(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if self._session is not None:
             self._session.end_group()
+
+
+@contextlib.contextmanager
+def put_first(callbacks, callback):
+    """Puts `callback` first, so that the others see a finished epoch.
+
+    A `CallbackList` is the caller's: it is given back as it was.
+    """
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        yield [callback, *keras.tree.flatten(callbacks or [])]
+        return
+    callbacks.callbacks.insert(0, callback)
+    try:
+        yield callbacks
+    finally:
+        callbacks.callbacks.remove(callback)
 
 
 class MemoryOptions(EndOfGroup):

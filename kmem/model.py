@@ -1,9 +1,7 @@
 """`fit` with memory options: `Model`, `wrap`, and what they share."""
 
-import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -14,27 +12,28 @@ import keras
 # A dependency of TensorFlow's.
 from typing_extensions import Unpack
 
-from kmem.base import patching
+from kmem.base import private_keras
+from kmem.base.patching import in_place_of_keras
+from kmem.base.patching import parameters
 from kmem.budget import planner
+from kmem.budget.inference import BudgetedInference
 from kmem.budget.report import MemoryReport
 from kmem.budget.training import BudgetedSession
-from kmem.budget.training import in_processes
 from kmem.callbacks import EndOfGroup
+from kmem.callbacks import put_first
 from kmem.fit import pipeline
 from kmem.fit.requirements import check
 from kmem.fit.requirements import check_batch
+from kmem.fit.requirements import check_inference
 from kmem.fit.session import Session
 from kmem.options import MemoryArguments
 from kmem.options import MemoryOptions
 from kmem.options import split_options
 from kmem.sharding import training
+from kmem.sharding.agreeing import in_processes
 from kmem.step import batches
 
 _SESSION = "_kmem_session"
-# Not as they are when they are replaced; see `_in_place_of_keras`.
-_KERAS_METHODS = {
-    name: getattr(keras.Model, name) for name in ("fit", "train_on_batch")
-}
 
 
 class FitArguments(MemoryArguments, total=False):
@@ -127,6 +126,32 @@ class MemoryFit:
         """
         return _train_on_batch(self, super().train_on_batch, args, kwargs)
 
+    def evaluate(self, *args, **kwargs):
+        """Keras's `evaluate`, within `memory_budget`.
+
+        A batch that does not fit in it is computed in equal parts; losses and
+        metrics are those of the whole batch.
+
+        Args:
+            *args: As in `keras.Model.evaluate`.
+            **kwargs: As in `keras.Model.evaluate`, and `memory_budget` as in
+                `fit`, which is that of `self.memory_options` by default.
+
+        Raises:
+            ValueError: If nothing stays within the budget, or a batch has to
+                be split for it and what is computed of an example depends on
+                others.
+        """
+        return _evaluate(self, super().evaluate, args, kwargs)
+
+    def predict(self, *args, **kwargs):
+        """Keras's `predict`, within `memory_budget`; see `evaluate`.
+
+        Outputs are kept in host memory then, and callbacks get them as NumPy
+        arrays.
+        """
+        return _predict(self, super().predict, args, kwargs)
+
 
 class _ModelType(type):
     """Makes `kmem.Model(inputs, outputs)` a plain Functional model.
@@ -188,8 +213,8 @@ def wrap(model: keras.Model) -> Model:
     Args:
         model: Any `keras.Model`: Functional, Sequential or subclassed, built
             or not, compiled or not. It is changed in place: its `fit` and
-            `train_on_batch` follow memory options from now on, and without
-            one they are Keras's.
+            `train_on_batch` follow memory options from now on, `evaluate` and
+            `predict` a budget, and without one they are Keras's.
 
     Returns:
         The same object.
@@ -218,7 +243,12 @@ def wrap(model: keras.Model) -> Model:
     if _is_wrapped(model):
         return wrapped
     # Instance attributes, not another class: the class is what Keras saves.
-    methods = {"fit": _fit, "train_on_batch": _train_on_batch}
+    methods = {
+        "fit": _fit,
+        "train_on_batch": _train_on_batch,
+        "evaluate": _evaluate,
+        "predict": _predict,
+    }
     for name, method in methods.items():
         call = _wrapped_method(model, getattr(model, name), method)
         object.__setattr__(model, name, call)
@@ -242,7 +272,7 @@ def _wrapped_method(model, plain, method):
 
 def _fit(model, own_fit, args, kwargs):
     """A model's own `fit`, with the memory options among `kwargs`."""
-    options = in_processes(split_options(kwargs, _parameters(own_fit)))
+    options = in_processes(split_options(kwargs, parameters(own_fit)))
     _end_train_on_batch(model)
     # Shards that an error has left: nobody could plan for them.
     plans = options.remat is not None or options.memory_budget is not None
@@ -253,7 +283,7 @@ def _fit(model, own_fit, args, kwargs):
     if not options:
         return own_fit(*args, **kwargs)
     fit = functools.partial(_fit_under, model, options)
-    return _in_place_of_keras(model, "fit", own_fit, fit, args, kwargs)
+    return in_place_of_keras(model, "fit", own_fit, fit, args, kwargs)
 
 
 def _fit_under(model, options: MemoryOptions, keras_fit, args, kwargs):
@@ -262,7 +292,7 @@ def _fit_under(model, options: MemoryOptions, keras_fit, args, kwargs):
     check_batch(bound.arguments, options)
     session = _session(model, options, bound.arguments)
     given = bound.arguments.get("callbacks")
-    with _with_callback(given, EndOfGroup(session)) as callbacks:
+    with put_first(given, EndOfGroup(session)) as callbacks:
         bound.arguments["callbacks"] = callbacks
         try:
             session.install()
@@ -274,58 +304,9 @@ def _fit_under(model, options: MemoryOptions, keras_fit, args, kwargs):
     return history
 
 
-def _parameters(method) -> set[str] | None:
-    """The names of a method's parameters; `None` if it takes any."""
-    parameters = inspect.signature(method).parameters
-    kinds = {parameter.kind for parameter in parameters.values()}
-    return None if inspect.Parameter.VAR_KEYWORD in kinds else {*parameters}
-
-
-def _in_place_of_keras(model, name, method, replacement, args, kwargs):
-    """Calls a model's own method, with `replacement` in the place of Keras's.
-
-    A model may override `fit`, prepare what it is given, and hand it on to
-    Keras: it is what Keras is given that the model trains on.
-
-    Args:
-        model: The model.
-        name: The method's name.
-        method: The model's own, bound.
-        replacement: Takes Keras's method, bound, and its `args` and `kwargs`.
-        args: What the model's own method is given.
-        kwargs: The same.
-    """
-    if getattr(method, "__func__", None) is _KERAS_METHODS[name]:
-        return replacement(method, args, kwargs)
-    was_called = False
-
-    def replaced(keras_method):
-        @functools.wraps(keras_method)
-        def call(self, *args, **kwargs):
-            nonlocal was_called
-            bound = functools.partial(keras_method, self)
-            if self is not model:
-                return bound(*args, **kwargs)
-            was_called = True
-            return replacement(bound, args, kwargs)
-
-        return call
-
-    with patching.method(keras.Model, name, replaced):
-        result = method(*args, **kwargs)
-    if not was_called:
-        warnings.warn(
-            f"Memory options had no effect: `{type(model).__name__}.{name}` "
-            f"did not call Keras's `{name}`. Call `super().{name}(...)` in it, "
-            "or train with `kmem.callbacks.MemoryOptions`.",
-            stacklevel=4,
-        )
-    return result
-
-
 def _session(model, options: MemoryOptions, arguments):
     """What trains under the options, with what they leave open decided."""
-    verbose = 0 if arguments.get("verbose", "auto") in (0, 2) else 1
+    verbose = _verbose(arguments)
     if options.memory_budget is None and options.remat is None:
         return Session.of(model, options)
     batch = pipeline.fit_batch(arguments)
@@ -336,6 +317,11 @@ def _session(model, options: MemoryOptions, arguments):
     session = BudgetedSession.of(model, options, verbose)
     if batch is not None:
         session.prepare(batch, reserved)
+        validation = pipeline.validation_batch(arguments)
+        if validation is not None:
+            examples = pipeline.first_examples(arguments, count=3)
+            reserved += pipeline.ready_bytes(validation)
+            session.prepare_validation(validation, examples, reserved)
     return session
 
 
@@ -346,7 +332,7 @@ def _train_on_batch(model, own_train_on_batch, args, kwargs):
         return own_train_on_batch(*args, **kwargs)
     train = functools.partial(_train_on_batch_under, model)
     name, own = "train_on_batch", own_train_on_batch
-    return _in_place_of_keras(model, name, own, train, args, kwargs)
+    return in_place_of_keras(model, name, own, train, args, kwargs)
 
 
 def _train_on_batch_under(model, keras_train_on_batch, args, kwargs):
@@ -371,23 +357,43 @@ def _train_on_batch_under(model, keras_train_on_batch, args, kwargs):
     return keras_train_on_batch(*args, **kwargs)
 
 
+def _evaluate(model, own_evaluate, args, kwargs):
+    """A model's own `evaluate`, within a budget."""
+    # `fit` has its own.
+    if kwargs.get(private_keras.WITHIN_FIT):
+        return own_evaluate(*args, **kwargs)
+    return _infer(model, "evaluate", "test", own_evaluate, args, kwargs)
+
+
+def _predict(model, own_predict, args, kwargs):
+    """A model's own `predict`, within a budget."""
+    return _infer(model, "predict", "predict", own_predict, args, kwargs)
+
+
+def _infer(model, name, kind, method, args, kwargs):
+    given = kwargs.pop("memory_budget", None)
+    if given is None and model.memory_options:
+        given = model.memory_options.memory_budget
+    if given is None:
+        return method(*args, **kwargs)
+    options = MemoryOptions(memory_budget=given)
+
+    def infer(keras_method, args, kwargs):
+        bound = inspect.signature(keras_method).bind(*args, **kwargs)
+        check_inference(model, options, bound.arguments)
+        verbose = _verbose(bound.arguments)
+        inference = BudgetedInference.of(model, options, verbose)
+        with inference.installed(kind):
+            return keras_method(*args, **kwargs)
+
+    return in_place_of_keras(model, name, method, infer, args, kwargs)
+
+
+def _verbose(arguments) -> int:
+    return 0 if arguments.get("verbose", "auto") in (0, 2) else 1
+
+
 def _end_train_on_batch(model) -> None:
     _, session = vars(model).pop(_SESSION, (None, None))
     if session is not None:
         session.remove()
-
-
-@contextlib.contextmanager
-def _with_callback(callbacks, callback):
-    """Puts `callback` first, so that the others see a finished epoch.
-
-    A `CallbackList` is the caller's: it is given back as it was.
-    """
-    if not isinstance(callbacks, keras.callbacks.CallbackList):
-        yield [callback, *keras.tree.flatten(callbacks or [])]
-        return
-    callbacks.callbacks.insert(0, callback)
-    try:
-        yield callbacks
-    finally:
-        callbacks.callbacks.remove(callback)

@@ -19,6 +19,25 @@ def folder() -> pathlib.Path:
     return pathlib.Path(base) / "kmem"
 
 
+def files() -> list[pathlib.Path]:
+    """What is kept there."""
+    return [path for path in sorted(folder().glob("*")) if path.is_file()]
+
+
+def clear() -> None:
+    """Removes what is kept. A library that is in use stays with its process.
+
+    Raises:
+        OSError: If others could write to the folder, or it cannot be changed.
+    """
+    if folder().exists():
+        check_private(folder())
+    for path in files():
+        # Somebody may wait for the lock, or have it.
+        if path.name != "lock":
+            path.unlink(missing_ok=True)
+
+
 def make_private(path: pathlib.Path) -> None:
     """Makes a folder that only the user can use, unless it is there.
 

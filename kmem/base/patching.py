@@ -12,12 +12,16 @@ that a thread replaces is the old one in the threads that it starts.
 import contextlib
 import contextvars
 import functools
+import inspect
 import threading
 import types
+import warnings
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from typing import Any
+
+import keras
 
 Context = contextlib.AbstractContextManager[Any]
 
@@ -26,6 +30,11 @@ _lock = threading.RLock()
 # By the instance's id and the attribute's name, as long as it is replaced.
 _attributes: "dict[tuple[int, str], _Attribute]" = {}
 _methods: "dict[tuple[int, str], _Method]" = {}
+# Not as they are when they are replaced.
+_KERAS_METHODS = {
+    name: getattr(keras.Model, name)
+    for name in ("fit", "train_on_batch", "evaluate", "predict")
+}
 
 
 @contextlib.contextmanager
@@ -99,6 +108,55 @@ def together(contexts: Iterable[Context]) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
+
+
+def parameters(method) -> set[str] | None:
+    """The names of a method's parameters; `None` if it takes any."""
+    given = inspect.signature(method).parameters
+    kinds = {parameter.kind for parameter in given.values()}
+    return None if inspect.Parameter.VAR_KEYWORD in kinds else {*given}
+
+
+def in_place_of_keras(model, name, own, replacement, args, kwargs):
+    """Calls a model's own method, with `replacement` in the place of Keras's.
+
+    A model may override `fit`, prepare what it is given, and hand it on to
+    Keras: it is what Keras is given that the model trains on.
+
+    Args:
+        model: The model.
+        name: The method's name.
+        own: The model's own, bound.
+        replacement: Takes Keras's method, bound, and its `args` and `kwargs`.
+        args: What the model's own method is given.
+        kwargs: The same.
+    """
+    if getattr(own, "__func__", None) is _KERAS_METHODS[name]:
+        return replacement(own, args, kwargs)
+    was_called = False
+
+    def replaced(keras_method):
+        @functools.wraps(keras_method)
+        def call(self, *args, **kwargs):
+            nonlocal was_called
+            bound = functools.partial(keras_method, self)
+            if self is not model:
+                return bound(*args, **kwargs)
+            was_called = True
+            return replacement(bound, args, kwargs)
+
+        return call
+
+    with method(keras.Model, name, replaced):
+        result = own(*args, **kwargs)
+    if not was_called:
+        warnings.warn(
+            f"Memory options had no effect: `{type(model).__name__}.{name}` "
+            f"did not call Keras's `{name}`. Call `super().{name}(...)` in it, "
+            "or train with `kmem.callbacks.MemoryOptions`.",
+            stacklevel=4,
+        )
+    return result
 
 
 class _Attribute:

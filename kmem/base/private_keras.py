@@ -5,16 +5,22 @@ for, and which test fails when it moves (from 3.12 on it is here). Names are
 those of methods and attributes that are replaced for a while.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import backend
 from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import trainer
 
 # Where `Loss.__call__` looks up what reduces its values.
 # step/test_loss_terms.py
 from keras.src.losses import loss as loss
+
+from kmem.base import patching
 
 # What Keras keeps for the time of a layer's call: `training`, and the dtype
 # that variables are cast to. remat/test_remat.py
@@ -106,7 +112,8 @@ def tensors_into(node: Any) -> list:
 
 
 def tensors_of(node: Any) -> list:
-    """The tensors that a call of an operation makes. losses/test_chunked_loss.py"""
+    """The tensors that a call of an operation makes.
+    losses/test_chunked_loss.py"""
     return node.outputs
 
 
@@ -135,6 +142,39 @@ def compiles_by_default(model: Any) -> bool:
     """Whether `compile(jit_compile="auto")` means XLA here; Keras does not
     keep what was asked for. fit/test_xla_by_default.py"""
     return model._resolve_auto_jit_compile()
+
+
+# What `fit` gives to `evaluate`. budget/test_inference.py
+WITHIN_FIT = "_use_cached_eval_dataset"
+
+
+@contextlib.contextmanager
+def outputs_in_host_memory() -> Iterator[None]:
+    """Within, `predict` puts NumPy arrays together where they are. Keras does
+    so on the device, with all outputs twice. budget/test_inference.py"""
+
+    def are_arrays(arrays: Any) -> bool:
+        return all(isinstance(array, np.ndarray) for array in arrays)
+
+    def joining(keras_join):
+        def join(arrays):
+            shapes = {np.shape(a)[1:] for a in arrays if are_arrays(arrays)}
+            if len(shapes) != 1:
+                return keras_join(arrays)
+            is_scalar = np.ndim(arrays[0]) == 0
+            return (np.stack if is_scalar else np.concatenate)(arrays)
+
+        return join
+
+    def converting(keras_convert):
+        return lambda x: x if are_arrays([x]) else keras_convert(x)
+
+    join, convert = "potentially_ragged_concat", "convert_to_np_if_not_ragged"
+    with (
+        patching.method(trainer, join, joining),
+        patching.method(trainer, convert, converting),
+    ):
+        yield
 
 
 def begin_at(model: Any, epoch: int | None) -> None:

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+import tensorflow as tf
+
 from kmem.base.sizes import format_size
 from kmem.budget import tuning
 from kmem.options import MemoryOptions
@@ -49,7 +51,8 @@ class MemoryReport:
         parameter_bytes: Of the model's variables.
         optimizer_bytes: Of the optimizer's.
         batch: The shapes and dtypes of the batches, as JSON.
-        events: A line for each time that training had to adapt.
+        events: A line for each time that training had to adapt, or validates
+            in parts.
         is_measured: Whether peaks were measured. Where bytes cannot be
             counted they are predicted, and a step that needs more is neither
             seen nor undone.
@@ -170,6 +173,14 @@ class ImpossibleBudget(ValueError):
             )
         received = received_budget(budget, budget_bytes)
         super().__init__(f"{message} Received: {received}")
+
+
+def exhausted(
+    advice: str, message: str, received: str
+) -> tf.errors.ResourceExhaustedError:
+    """An error of a step that ran out of memory, with what to do."""
+    text = f"{advice} {message} Received: {received}"
+    return tf.errors.ResourceExhaustedError(None, None, text)
 
 
 def received_budget(budget: int | float, budget_bytes: int) -> str:

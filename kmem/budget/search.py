@@ -70,7 +70,8 @@ def choose(
     """
     planner.build(model, batch)
     # Its variables are in memory in every step.
-    build_optimizer(model.optimizer, model.trainable_variables)
+    with model.distribute_strategy.scope():
+        build_optimizer(model.optimizer, model.trainable_variables)
     gc.collect()
     given = dataclasses.replace(options, memory_budget=None, allow=())
     is_counted = memory.is_counted()
@@ -324,10 +325,16 @@ class _Search:
         is_larger = ran[1] >= ran_best[1]
         # Weights in shards would travel between any two steps.
         is_single = choice.options.sharding is best.options.sharding is None
-        if is_faster == is_larger or not (is_single and memory.is_counted()):
+        if is_faster == is_larger:
             return is_faster
-        larger, smaller = (ran, ran_best) if is_larger else (ran_best, ran)
-        return (longest_in_turns(smaller, larger) < 1) != is_larger
+        if is_single and memory.is_counted():
+            larger, smaller = (ran, ran_best) if is_larger else (ran_best, ran)
+            is_tie = longest_in_turns(smaller, larger) >= 1
+        else:
+            # One of them is to be faster beyond doubt.
+            two = choice.predicted_seconds, best.predicted_seconds
+            is_tie = min(two) >= (1 - tuning.DOUBT) * max(two)
+        return is_larger if is_tie else is_faster
 
     def _planned(self, options: MemoryOptions) -> Choice | None:
         """Runs the best plan, and corrects it by what that tells; returns the

@@ -14,21 +14,25 @@ that runs out of memory ends them all. What this does not do: choose
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from kmem import memory
 from kmem.base.sizes import format_size
 from kmem.budget import search
 from kmem.budget import tuning
+from kmem.budget.inference import BudgetedInference
+from kmem.budget.inference import budget_bytes
+from kmem.budget.inference_steps import attempt
 from kmem.budget.report import MemoryReport
 from kmem.budget.report import describe
+from kmem.budget.report import exhausted
 from kmem.budget.report import received_budget
 from kmem.fit import pipeline
 from kmem.fit import undoing
@@ -36,9 +40,7 @@ from kmem.fit.session import Session
 from kmem.fit.session import compiled_state
 from kmem.fit.session import guarded
 from kmem.options import MemoryOptions
-from kmem.options import Sharding
 from kmem.sharding import agreeing
-from kmem.sharding.engine import engine
 from kmem.step import batches
 
 _SESSIONS = "_kmem_budgeted"
@@ -93,9 +95,12 @@ class BudgetedSession:
         self._options = options
         self._compiled = compiled_state(model)
         self._group = agreeing.processes(options)
-        self._budget = _budget_bytes(options)
+        self._budget = budget_bytes(options)
         given: Any = options.memory_budget
         self._received = received_budget(given, self._budget)
+        self._replicas = model.distribute_strategy.num_replicas_in_sync
+        # Those whose memory is counted as one.
+        self._num_here = pipeline.replicas_on_device(model)
         self._verbose = 0
         # What steps were seen to need beyond what was predicted.
         self._less = 0
@@ -107,8 +112,11 @@ class BudgetedSession:
         self._bucket: _Bucket | None = None
         self._events: list[str] = []
         self._has_warned = False
-        self._plain_function: Any = None
-        self._function: Any = None
+        # What was on the model, and what is, by name.
+        self._plain: dict[str, Any] = {}
+        self._functions: dict[str, Callable] = {}
+        # By the precision.
+        self._inferences: dict[Any, BudgetedInference] = {}
 
     @classmethod
     def of(
@@ -135,8 +143,28 @@ class BudgetedSession:
             batch: Its first batch, as `tf.TensorSpec`s.
             reserved_bytes: What the device will hold besides.
         """
+        batch = batches.part_of(batch, self._replicas)
         if self._covering(batch) is None:
             self._choose(batch, reserved_bytes)
+
+    def prepare_validation(self, batch, examples, reserved_bytes: int) -> None:
+        """The same for `fit`'s validation; see `BudgetedInference`."""
+        if inference := self._inference(self._buckets[-1]):
+            inference.prepare("test", batch, examples, reserved_bytes)
+
+    def _inference(self, bucket: _Bucket) -> BudgetedInference | None:
+        """What evaluates as a bucket trains; nothing in shards or replicas."""
+        session = bucket.session
+        if session.options.sharding is not None or self._replicas > 1:
+            return None
+        key = session.options.mixed_precision
+        if key not in self._inferences:
+            self._inferences[key] = BudgetedInference(
+                *(self.model, self._options),
+                {"test": session.test_step},
+                self._event,
+            )
+        return self._inferences[key]
 
     def install(self, test_step: bool = True, guard: bool = False) -> None:
         """Gives the model a train function that stays within the budget.
@@ -149,7 +177,6 @@ class BudgetedSession:
         """
         model = self.model
         self._in_fit = test_step
-        self._plain_function = model.train_function
 
         def train(iterator: Iterator):
             self._spec = getattr(iterator, "element_spec", None)
@@ -160,32 +187,54 @@ class BudgetedSession:
                 self._tell_of_parts()
             return logs
 
-        if guard:
-            train = guarded(self, "train_function", train)
-        self._function = model.train_function = train
+        def test(iterator: Iterator):
+            inference: Any = self._inference(self._bucket or self._buckets[-1])
+            return inference.test(iterator)
+
+        functions: dict[str, Callable] = {"train_function": train}
+        if test_step:
+            functions["test_function"] = test
+        for name, function in functions.items():
+            self._plain[name] = getattr(model, name)
+            if guard:
+                function = guarded(self, name, function)
+            self._functions[name] = function
+        self._put_on()
         if self._bucket is not None:
             self._enter(self._bucket)
 
+    def _put_on(self) -> None:
+        """Gives the model this session's functions."""
+        for name, function in self._functions.items():
+            # Weights that are in shards are gathered by another function.
+            bucket = self._bucket
+            splits = bucket is None or self._inference(bucket) is not None
+            if name == "train_function" or splits:
+                setattr(self.model, name, function)
+
     def trains(self) -> bool:
         """Whether this session's function is on the model."""
-        function = self._function
+        function = self._functions.get("train_function")
         return function is not None and self.model.train_function is function
 
     def remove(self, failed: bool = False) -> None:
         """Gives the model its own functions back. May be called twice."""
         if self._bucket is not None:
             self._bucket.session.remove(failed)
-        if self.trains():
-            self.model.train_function = self._plain_function
-        self._function = None
+        for name, function in self._functions.items():
+            if getattr(self.model, name) is function:
+                setattr(self.model, name, self._plain[name])
+        self._functions = {}
 
     def end_group(self) -> None:
         """A batch is a group."""
 
     def _step(self, batch):
         """Takes one step, in as many attempts as it needs."""
-        specs = batches.specs_of(batch)
-        self._in_hand = pipeline.in_hand_bytes(batch)
+        # No other replica has a larger one.
+        own = pipeline.of_first_replica(self.model, batch)
+        specs = batches.specs_of(own)
+        self._in_hand = self._num_here * pipeline.in_hand_bytes(own)
         bucket = self._covering(specs) or self._choose_in_training(specs)
         if bucket is not self._bucket:
             self._enter(bucket)
@@ -194,31 +243,35 @@ class BudgetedSession:
         if self._group.size > 1:
             return self._step_with_others(bucket, batch)
         message = ""
-        for attempt in range(tuning.MAX_ATTEMPTS):
-            if attempt > 1:
+        for number in range(tuning.MAX_ATTEMPTS):
+            if number > 1:
                 less = int(tuning.DOUBT * self._budget)
                 bucket = self._with_less(bucket, less, message)
             state = undoing.State(bucket.read_state(), self.model.metrics)
             with memory.track() as usage:
-                logs, message = _run(bucket.step(self._spec), batch)
+                logs, message = attempt(
+                    functools.partial(bucket.step(self._spec), batch)
+                )
             if not message:
                 self._learn(bucket, usage.peak_bytes)
                 return logs
             state.restore()
             option = describe(bucket.session.options)
             self._event(f"A step ran out of memory ({option}) and was undone.")
-        raise self._exhausted(_NOTHING_LESS, message)
+        raise exhausted(_NOTHING_LESS, message, self._received)
 
     def _step_with_others(self, bucket: _Bucket, batch):
         """Takes one step together with the other processes."""
         with memory.track() as usage:
-            logs, message = _run(bucket.step(self._spec), batch)
+            logs, message = attempt(
+                functools.partial(bucket.step(self._spec), batch)
+            )
         if message:
-            raise self._exhausted(
+            raise exhausted(
                 "A step ran out of memory, and processes that train in shards "
                 "cannot undo theirs: start them again, from the last "
                 "checkpoint, with a smaller `memory_budget`.",
-                message,
+                *(message, self._received),
             )
         bucket.num_steps += 1
         if bucket.num_steps <= tuning.NUM_STEPS:
@@ -268,7 +321,8 @@ class BudgetedSession:
     def _choose_in_training(self, batch) -> _Bucket:
         # What a pipeline has to make ready again. A dry run makes a batch of
         # its own, beside the one that is in memory by now.
-        ready = pipeline.ready_bytes(batch) if self._in_fit else 0
+        ready = self._num_here * pipeline.ready_bytes(batch)
+        ready *= self._in_fit
         return self._choose(batch, ready - self._in_hand)
 
     def _with_less(self, bucket: _Bucket, less: int, message: str) -> _Bucket:
@@ -281,7 +335,7 @@ class BudgetedSession:
         try:
             smaller = self._choose_in_training(bucket.batch)
         except (ValueError, tf.errors.ResourceExhaustedError) as error:
-            raise self._exhausted(_NOTHING_LESS, message) from error
+            raise exhausted(_NOTHING_LESS, message, self._received) from error
         self._buckets.remove(bucket)
         self._enter(smaller)
         return smaller
@@ -292,7 +346,7 @@ class BudgetedSession:
             self._bucket.session.remove()
         self._bucket = bucket
         bucket.session.install(self._in_fit)
-        self.model.train_function = self._function
+        self._put_on()
         self._show(bucket)
 
     def _learn(self, bucket: _Bucket, peak_bytes: int) -> None:
@@ -330,12 +384,6 @@ class BudgetedSession:
             self._has_warned = True
             session.step.warn_of_parts()
 
-    def _exhausted(
-        self, advice: str, message: str
-    ) -> tf.errors.ResourceExhaustedError:
-        text = f"{advice} {message} Received: {self._received}"
-        return tf.errors.ResourceExhaustedError(None, None, text)
-
     def _event(self, line: str) -> None:
         self._events.append(line)
         if self._bucket is not None:
@@ -350,31 +398,3 @@ class BudgetedSession:
         )
         # Not `setattr`: Keras would track it.
         object.__setattr__(self.model, "memory_report", bucket.report)
-
-
-def in_processes(options: MemoryOptions) -> MemoryOptions:
-    """Options that shard a budgeted training, if several processes train and
-    that is allowed: by the stage that sends least."""
-    allowed = "sharding" in options.allow and options.sharding is None
-    if not allowed or engine().size == 1:
-        return options
-    return dataclasses.replace(options, sharding=Sharding("gradients"))
-
-
-def _run(step, batch) -> tuple[Any, str]:
-    """Takes a step; returns its logs, and why it failed if it did."""
-    try:
-        logs = step(batch)
-        # Waits for a GPU.
-        keras.tree.map_structure(np.asarray, logs)
-    except tf.errors.ResourceExhaustedError as error:
-        # Without the error, whose frames hold tensors.
-        return None, error.message
-    return logs, ""
-
-
-def _budget_bytes(options: MemoryOptions) -> int:
-    budget: Any = options.memory_budget
-    if isinstance(budget, float):
-        return int(budget * memory.capacity())
-    return budget

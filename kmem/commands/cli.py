@@ -14,6 +14,7 @@ from kmem.base import building
 from kmem.base import cache
 from kmem.base import native
 from kmem.base import versions
+from kmem.base.sizes import format_size
 from kmem.base.versions import __version__
 from kmem.commands import arguments
 
@@ -111,6 +112,17 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     )
     build.set_defaults(run=_build)
 
+    cached = commands.add_parser(
+        "cache",
+        help="Show, or clear, what kmem keeps on disk.",
+        description="Show, or clear, what kmem keeps on disk: the native "
+        "library, as it was compiled for each TensorFlow. Nothing that was "
+        "measured is among it.",
+        epilog="Example: kmem cache clear",
+    )
+    cached.add_argument("action", nargs="?", choices=("show", "clear"))
+    cached.set_defaults(run=_cache)
+
     for name, (module, text) in _MODULES.items():
         command = commands.add_parser(name, help=text, description=text)
         # Such a module is imported only when its command is asked for.
@@ -132,6 +144,17 @@ def _build(args: argparse.Namespace) -> int:
     was_built = building.find_library() is not None
     path = building.build(force=args.force)
     print("already built:" if was_built and not args.force else "built:", path)
+    return 0
+
+
+def _cache(args: argparse.Namespace) -> int:
+    before = cache.files()
+    if args.action == "clear":
+        cache.clear()
+        print(f"removed {len(before) - len(cache.files())} files of", end=" ")
+    print(cache.folder())
+    for path in cache.files():
+        print(f"{format_size(path.stat().st_size):>12} {path.name}")
     return 0
 
 

@@ -5,12 +5,14 @@ ready tf.data decides as it runs: with the arrays that Keras is given it was
 seen to be three.
 """
 
+import math
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import MutableMapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kmem.step import batches
@@ -66,6 +68,53 @@ def batch_rows(arguments: MutableMapping[str, Any]) -> int | None:
     return min(batch_size, int(total * share))
 
 
+def validation_batch(arguments: MutableMapping[str, Any]) -> Any:
+    """As `fit_batch`, of the batches that are validated on."""
+    data = arguments.get("validation_data")
+    size = arguments.get("validation_batch_size")
+    size = size or arguments.get("batch_size")
+    share = arguments.get("validation_split") or 0
+    if data is None:
+        batch = fit_batch(arguments) if share else None
+        total = batches.num_rows(arguments.get("x"))
+        if batch is None or total is None:
+            return None
+        most = size or _KERAS_BATCH_SIZE
+        return batches.with_rows(batch, min(most, math.ceil(total * share)))
+    given = {"x": data, "batch_size": size}
+    if isinstance(data, tuple | list):
+        given.update(zip(("x", "y", "sample_weight"), data, strict=False))
+        return fit_batch(given)
+    batch = fit_batch(given)
+    arguments["validation_data"] = given["x"]
+    return batch
+
+
+def first_examples(arguments: Mapping[str, Any], count: int) -> Any:
+    """Some of the examples that are validated on, as tensors; `None` if they
+    are not in arrays."""
+    data = arguments.get("validation_data")
+    if data is None and arguments.get("validation_split"):
+        names = ("x", "y", "sample_weight")
+        data = tuple(arguments.get(name) for name in names)
+        while data and data[-1] is None:
+            data = data[:-1]
+    leaves = keras.tree.flatten(data)
+    arrays = (np.ndarray, tf.Tensor, type(None))
+    if not isinstance(data, tuple) or not all(
+        isinstance(leaf, arrays) for leaf in leaves
+    ):
+        return None
+    specs = batches.specs_of(data)
+    data = keras.tree.lists_to_tuples(data)
+    return keras.tree.map_structure(
+        lambda leaf, spec: (
+            None if leaf is None else tf.cast(leaf[:count], spec.dtype)
+        ),
+        *(data, specs),
+    )
+
+
 def held_bytes(arguments: Mapping[str, Any], batch) -> int:
     """What Keras holds for the arguments of `fit`.
 
@@ -76,7 +125,8 @@ def held_bytes(arguments: Mapping[str, Any], batch) -> int:
     """
     if tf.config.list_logical_devices("GPU"):
         return 0
-    arrays = [arguments.get(name) for name in ("x", "y", "sample_weight")]
+    names = ("x", "y", "sample_weight", "validation_data")
+    arrays = [arguments.get(name) for name in names]
     copied = sum(
         getattr(leaf, "nbytes", 0) for leaf in keras.tree.flatten(arrays)
     )
@@ -88,6 +138,21 @@ def ready_bytes(batch, count: int = BATCHES_READY) -> int:
     if tf.config.list_logical_devices("GPU"):
         return 0
     return count * batches.num_bytes(batch)
+
+
+def replicas_on_device(model: Any) -> int:
+    """How many of a model's replicas share what is counted as one device."""
+    if tf.config.list_logical_devices("GPU"):
+        return 1
+    return model.distribute_strategy.num_replicas_in_sync
+
+
+def of_first_replica(model: Any, batch) -> Any:
+    """What the first replica gets of a batch."""
+    strategy = model.distribute_strategy
+    return keras.tree.map_structure(
+        lambda leaf: strategy.experimental_local_results(leaf)[0], batch
+    )
 
 
 def in_hand_bytes(batch) -> int:

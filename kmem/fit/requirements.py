@@ -139,6 +139,21 @@ def _check_is_dense(arguments: MutableMapping[str, Any], name: str) -> None:
             )
 
 
+def check_inference(
+    model, options: MemoryOptions, arguments: MutableMapping[str, Any]
+) -> None:
+    """Checks whether a model can evaluate, or predict, within a budget."""
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if replicas > 1:
+        raise ValueError(
+            "`memory_budget` must have one replica where it evaluates or "
+            "predicts: leave it out, and give a smaller `batch_size`. "
+            f"Received: {replicas} replicas"
+        )
+    _check_layers(model, options)
+    _check_is_dense(arguments, "memory_budget")
+
+
 def check_batch(
     arguments: MutableMapping[str, Any], options: MemoryOptions
 ) -> None:

@@ -237,6 +237,12 @@ class Session:
             function = each.wrapped(function)
         return function
 
+    @property
+    def test_step(self) -> Callable:
+        """Takes a step of validation, with a batch."""
+        concerned = any("test" in each.kinds for each in self._mechanisms)
+        return self._test if concerned else self._steps["test"]
+
     def layers_that_differ(self, spec: Any) -> list[keras.layers.Layer]:
         """As in `GradientStep`, of a batch as `tf.TensorSpec`s."""
         step: Any = self.step

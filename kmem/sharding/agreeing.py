@@ -8,6 +8,7 @@ does not do: help a process that fails to measure; the others wait for it.
 """
 
 import contextlib
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import tensorflow as tf
 from kmem.base import cache
 from kmem.base.patching import attribute
 from kmem.options import MemoryOptions
+from kmem.options import Sharding
 from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
 from kmem.sharding.variables import ShardedVariable
@@ -150,3 +152,12 @@ def _read(group: Engine, number: int, variable: ShardedVariable) -> tf.Tensor:
 def _announce(group: Engine, number: int) -> int:
     """What process 0 reads next; -1 at the end."""
     return int(group.broadcast(tf.constant([number]), "reads next")[0])
+
+
+def in_processes(options: MemoryOptions) -> MemoryOptions:
+    """Options that shard a budgeted training, if several processes train and
+    that is allowed: by the stage that sends least."""
+    allowed = "sharding" in options.allow and options.sharding is None
+    if not allowed or engine().size == 1:
+        return options
+    return dataclasses.replace(options, sharding=Sharding("gradients"))

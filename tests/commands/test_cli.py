@@ -41,6 +41,26 @@ def test_build_names_the_library(capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().out == f"built: {tmp_path}/True\n"
 
 
+def test_what_is_kept_on_disk_can_be_cleared(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cli.main(["cache", "clear"]) == 0
+    cache.make_private(cache.folder())
+    for name in ("old.so", "lock"):
+        (cache.folder() / name).write_bytes(bytes(2000))
+    capsys.readouterr()
+
+    assert cli.main(["cache"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert cli.main(["cache", "clear"]) == 0
+    cleared = capsys.readouterr().out.splitlines()
+
+    assert shown[0] == str(cache.folder())
+    assert [line.split()[-1] for line in shown[1:]] == ["lock", "old.so"]
+    assert cleared[0] == f"removed 1 files of {cache.folder()}"
+    # Another process may wait for it.
+    assert [path.name for path in cache.files()] == ["lock"]
+
+
 def test_an_error_is_one_message_and_no_traceback(
     capsys, monkeypatch, tmp_path
 ):
@@ -58,7 +78,7 @@ def test_no_command_shows_the_help(capsys):
     assert "usage: kmem" in capsys.readouterr().err
 
 
-COMMANDS = ("info", "build", *cli._MODULES)
+COMMANDS = ("info", "build", "cache", *cli._MODULES)
 
 
 @pytest.mark.parametrize(
