@@ -135,6 +135,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_logs_are_those_of_a_plain_fit(case):
     model, compile_with, fit_with = CASES[case]
+    if "tied" in case and not hasattr(keras.layers, "ReversibleEmbedding"):
+        pytest.skip("Keras 3.12 has no tied embedding of its own.")
 
     want = trained(language_model(**model), compile_with, fit_with)
     got = trained(
