@@ -7,7 +7,8 @@ an environment of their own, which is deleted: kmem and its tests need
 neither. The problem is Betty's data reweighting in small, at random weights:
 an MLP, and a Meta-Weight-Net that weights its losses (Shu et al., NeurIPS
 2019). Conjugate gradients of the package betty-ml 0.2.1 are right for one
-iteration only, later ones of the commit that is the default.
+iteration only: each direction is made of the residual before. Later commits,
+such as the one that is the default, are right.
 """
 
 import argparse
@@ -174,7 +175,7 @@ def main():
         help="what pip installs Betty from, such as a folder with its sources "
         "or `betty-ml==0.2.1`; the commit by default",
     )
-    parser.add_argument("--cg-iterations", type=int, default=5)
+    parser.add_argument("--cg-iterations", type=int, default=30)
     parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
