@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kmem.base import patching
 from kmem.base.patching import Context
 from kmem.graph import ordering
 from kmem.multilevel.loss import Substituted
@@ -62,11 +63,6 @@ class Derivatives(abc.ABC):
     @abc.abstractmethod
     def state(self) -> list:
         """Keras's variables that the loss assigns, such as random seeds."""
-
-    @property
-    @abc.abstractmethod
-    def computes_in_16_bits(self) -> bool:
-        """Whether its loss is computed in 16 bits."""
 
     @abc.abstractmethod
     def computing(self) -> Context:
@@ -228,7 +224,8 @@ class Derivatives(abc.ABC):
             self._hold_back(products)
             return products
 
-        with self.replayed(batch), self._explained():
+        exact = patching.attribute(tf.nn, "moments", _moments)
+        with self.replayed(batch), self._explained(), exact:
             # Else the forward pass would run ahead of what asks for it.
             eager = tf.executing_eagerly()
             with tf.control_dependencies([] if eager else direction):
@@ -261,6 +258,10 @@ class Derivatives(abc.ABC):
         """Multiplies the loss within passes, and divides their results."""
         return self._set("scale", scale)
 
+    def in_32_bits(self) -> Context:
+        """Lets passes compute in 32 bits what they compute in 16."""
+        return self._set("in_32_bits", True)
+
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
         """Within, passes compute nothing, but give other numbers of the same
@@ -292,6 +293,10 @@ class Derivatives(abc.ABC):
     @property
     def _scale(self) -> tf.Tensor | None:
         return vars(self._local).get("scale")
+
+    @property
+    def _is_in_32_bits(self) -> bool:
+        return vars(self._local).get("in_32_bits", False)
 
     @property
     def _entry(self) -> Tensors | None:
@@ -361,3 +366,20 @@ def _unscaled(tensors: Tensors, scale: tf.Tensor | None) -> Tensors:
     if scale is None:
         return tensors
     return [t / tf.cast(scale, t.dtype) for t in tensors]
+
+
+def _moments(x, axes, shift=None, keepdims=False, name=None):
+    """The mean and the variance, as `tf.nn.moments` gives them.
+
+    That one takes the mean in the variance for constant: right for a gradient,
+    but products with the Hessian of a net that normalizes are wrong by it.
+    """
+    dtype = x.dtype
+    if dtype == tf.float16:
+        x = tf.cast(x, tf.float32)
+    mean = tf.reduce_mean(x, axes, keepdims=True)
+    squares = tf.math.squared_difference(x, mean)
+    variance = tf.reduce_mean(squares, axes, keepdims=True)
+    if not keepdims:
+        mean, variance = tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+    return tf.cast(mean, dtype), tf.cast(variance, dtype)

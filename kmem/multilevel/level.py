@@ -26,8 +26,6 @@ from kmem.multilevel.level_plan import LevelPlan
 from kmem.multilevel.unrolled import Unrolled
 from kmem.options import MemoryOptions
 
-_SIXTEEN_BITS = ("float16", "bfloat16")
-
 
 class Level(Derivatives):
     """One optimisation problem of a multilevel program.
@@ -159,14 +157,6 @@ class Level(Derivatives):
         return isinstance(self.hypergradient, Unrolled)
 
     @property
-    def computes_in_16_bits(self) -> bool:
-        """Whether its loss is computed in 16 bits."""
-        return (
-            self.options.mixed_precision is not None
-            or self.model.compute_dtype in _SIXTEEN_BITS
-        )
-
-    @property
     def state(self) -> list:
         """Keras's variables that the loss assigns, such as random seeds."""
         return list(self._looked.assigned.values()) if self._looked else []
@@ -224,12 +214,18 @@ class Level(Derivatives):
     def computing(self) -> Context:
         """What the level wants its loss, and gradients of it, computed in."""
 
+        in_32_bits = self._is_in_32_bits
+
         def contexts():
             for model in self.models:
-                yield self._mixed(model)
+                yield (
+                    losses.in_32_bits(model)
+                    if in_32_bits
+                    else self._mixed(model)
+                )
             if self.plan is not None:
                 yield self.plan.applied()
-            if self.options.mixed_precision is not None:
+            if self.options.mixed_precision is not None and not in_32_bits:
                 # What models give to each other, and to the loss.
                 yield losses.giving_32_bits(self.models)
 

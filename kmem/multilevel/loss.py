@@ -55,6 +55,17 @@ def giving_32_bits(models: list) -> patching.Context:
     return _calls_replaced(models, casting)
 
 
+def in_32_bits(model: keras.Model) -> patching.Context:
+    """Lets a model whose own layers compute in 16 bits compute in float32."""
+    policy = keras.DTypePolicy("float32")
+    return patching.together(
+        patching.attribute(layer, private_keras.DTYPE_POLICY, policy)
+        for layer in private_keras.all_layers(model)
+        if layer.compute_dtype in ("float16", "bfloat16")
+        and layer.variable_dtype == "float32"
+    )
+
+
 def noting_calls(models: list, calls: list[tuple]) -> patching.Context:
     """Puts pairs into `calls`: a model that is called, its inputs' types."""
 
