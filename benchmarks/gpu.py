@@ -39,9 +39,16 @@ OPTIONS = {
     "memory_budget": {},
     "dtr": {},
     'mixed_precision="bfloat16"': {"mixed_precision": "bfloat16"},
+    'sharding="full"': {"sharding": "full"},
     "offloaded": {},
 }
+# Also in a pool of kmem's own that is as large as the budget.
+IN_A_POOL = " in a pool of it"
+OPTIONS |= {option + IN_A_POOL: {} for option in SHARES}
 ONLY_IN = {"dtr": ("eager",), "offloaded": ("graph",), "remat": ("graph",)}
+ONLY_IN |= {
+    option + IN_A_POOL: ONLY_IN.get(option, ("graph",)) for option in SHARES
+}
 
 
 def train(name, mode, option, budget, device):
@@ -53,6 +60,9 @@ def train(name, mode, option, budget, device):
 
     import kmem
 
+    if option.endswith(IN_A_POOL):
+        kmem.memory.limit(int(budget), device=device, pool=True)
+        option = option.removesuffix(IN_A_POOL)
     tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(0)
     model, x, y = MAKE[name](**MODELS[name])
@@ -107,7 +117,8 @@ def result_of(*arguments):
 
 
 def row(name, mode, option, plain, device):
-    budget = int(SHARES.get(option, 0) * plain["peak"])
+    share = SHARES.get(option.removesuffix(IN_A_POOL), 0)
+    budget = int(share * plain["peak"])
     result = result_of(name, mode, option, budget, device)
     head = f"| {name} | {mode} | {option} |"
     if "error" in result:

@@ -10,8 +10,9 @@ smallest of each kind in which every block finds a place is found by halving.
 With `--traces`, recorded steps are simulated under DTR, with and without a
 pool of the size of the threshold.
 
-The last: DTR trains in a pool of the size of its threshold, in a process of
-its own, and the losses are those of plain eager steps.
+Then DTR trains in a pool of the size of its threshold, in a process of its
+own, and the losses are those of plain eager steps. Last, with `--budgets`,
+`remat` and `memory_budget` train in a pool of the size of their budget.
 """
 
 import argparse
@@ -47,7 +48,11 @@ def train(name, mode, threshold=None):
         jit_compile=False,
     )
     x, y = batches[0]
-    options = {"remat": {"remat": BUDGET}, "dtr": {"dtr": threshold}}
+    options = {
+        "remat": {"remat": threshold or BUDGET},
+        "dtr": {"dtr": threshold},
+        "memory_budget": {"memory_budget": threshold},
+    }
     seconds = []
 
     class Clock(keras.callbacks.Callback):
@@ -72,6 +77,7 @@ def train(name, mode, threshold=None):
         statistics = kmem.dtr.statistics()
         found["evictions"] = statistics.num_evictions
         found["recomputations"] = statistics.num_recomputations
+        found["heuristic"] = statistics.heuristic
     return found
 
 
@@ -98,8 +104,11 @@ def replayed(name, mode, threshold):
     }
 
 
-def in_pool(name, threshold, pool):
-    """DTR at a threshold; in a pool of that size unless `pool` is False."""
+def in_pool(name, threshold, pool, mode="dtr"):
+    """DTR at a threshold; in a pool of that size unless `pool` is False.
+
+    Or `remat` or `memory_budget` with a budget.
+    """
     import tensorflow as tf
 
     import kmem
@@ -107,20 +116,25 @@ def in_pool(name, threshold, pool):
     if pool:
         kmem.memory.limit(threshold, device="CPU", pool=pool)
     try:
-        found = train(name, "dtr", threshold)
+        found = train(name, mode, threshold)
     except (tf.errors.ResourceExhaustedError, ValueError) as error:
         return {"error": str(error)[:300]}
     usage = kmem.memory.pool("CPU")
-    return {**found, "peak_chunks": usage.peak_chunks if usage else 0}
+    return {
+        **found,
+        "peak": kmem.memory.peak("CPU"),
+        "peak_chunks": usage.peak_chunks if usage else 0,
+    }
 
 
 def child(name, what, argument):
     threshold = int(argument)
+    mode, _, kind = what.rpartition(":")
     if what in MODES:
         found = replayed(name, what, threshold)
     else:
-        kind = {"none": False, "own": True, "bfc": "bfc"}[what]
-        found = in_pool(name, threshold, kind)
+        kind = {"none": False, "own": True, "bfc": "bfc"}[kind]
+        found = in_pool(name, threshold, kind, mode or "dtr")
     print("RESULT", json.dumps(found))
 
 
@@ -136,7 +150,7 @@ def in_mb(num_bytes):
 
 
 def write_replays(write, names):
-    """Returns the live peak of eager steps of each model."""
+    """Returns the live peak of each model in each mode."""
     write(
         "\n## Pool needed / live peak, replayed\n\n"
         f"`remat` and `dtr` are given {BUDGET} of the peak (of `dtr`: the "
@@ -147,11 +161,10 @@ def write_replays(write, names):
     peaks = {}
     for name in names:
         for mode in MODES:
-            threshold = int(BUDGET * peaks.get(name, 0))
+            threshold = int(BUDGET * peaks.get((name, "eager"), 0))
             found = result_of(name, mode, threshold)
             live = found["live"]
-            if mode == "eager":
-                peaks[name] = live
+            peaks[name, mode] = live
             write(
                 f"| {name} | {mode} | {found['blocks']} | {in_mb(live)} "
                 f"| {in_mb(found['own'])} | {found['own'] / live:.3f} "
@@ -171,14 +184,14 @@ def write_simulated(write, paths):
         "operators ran again. The threshold is a share of the step's peak, "
         "and the size of the pool.\n\n"
         "| step | threshold | dtr_eq, no pool | in the pool "
-        "| ancestors, no pool | in the pool |\n|---|---|---|---|---|---|\n"
+        "| auto, no pool | in the pool |\n|---|---|---|---|---|---|\n"
     )
     for path in paths:
         program = read_program(path)
         peak = simulate(program).peak_bytes
         for share in (0.9, 0.7, 0.5, 0.4, 0.3):
             row = []
-            for heuristic in ("dtr_eq", "ancestors"):
+            for heuristic in ("dtr_eq", "auto"):
                 for in_pool in (False, True):
                     try:
                         found = simulate(
@@ -205,14 +218,47 @@ def write_dtr(write, name, peak, shares):
             found = result_of(name, kind, int(share * peak))
             row = f"| {name} | {in_mb(share * peak)} ({share}) | {kind} "
             if "error" in found:
-                write(f"{row}| does not train | | | | |\n")
+                write(f"{row}| does not train | | | | | |\n")
                 continue
             same = "yes" if found["losses"] == plain else "NO"
             write(
-                f"{row}| {found['seconds']:.2f} | {found['evictions']} "
+                f"{row}| {found['seconds']:.2f} | {found['heuristic']} "
+                f"| {found['evictions']} "
                 f"| {found['recomputations']} "
                 f"| {in_mb(found['peak_chunks'])} | {same} |\n"
             )
+
+
+def write_budgets(write, peaks, names, shares):
+    write(
+        "\n## Plans in a pool of the size of their budget\n\n"
+        "The budget, also as a share of the live peak of graph steps. Beside "
+        "it the same budget without a pool. `ends`: whether all steps ran in "
+        "a pool of exactly the budget, with which losses.\n\n"
+        "| model | option | budget, MB | ends | peak in the pool, MB "
+        "| s a step | live peak without, MB | s a step |\n"
+        "|---|---|---|---|---|---|---|---|\n"
+    )
+    for name in names:
+        for option in ("remat", "memory_budget"):
+            for share in shares:
+                budget = int(share * peaks[name, "graph"])
+                row = f"| {name} | {option} | {in_mb(budget)} ({share}) "
+                without, within = (
+                    result_of(name, f"{option}:{kind}", budget)
+                    for kind in ("none", "own")
+                )
+                if "error" in within or "error" in without:
+                    both = [each.get("error", "") for each in (within, without)]
+                    write(f"{row}| NO: {both} | | | | |\n")
+                    continue
+                same = within["losses"] == without["losses"]
+                write(
+                    f"{row}| {'same losses' if same else 'other losses'} "
+                    f"| {in_mb(within['peak_chunks'])} "
+                    f"| {within['seconds']:.2f} | {in_mb(without['peak'])} "
+                    f"| {without['seconds']:.2f} |\n"
+                )
 
 
 def main():
@@ -220,6 +266,7 @@ def main():
     parser.add_argument("--child", nargs=3)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
+    parser.add_argument("--budgets", nargs="*", type=float, default=[])
     parser.add_argument("--traces", nargs="*", type=pathlib.Path, default=[])
     table.add_output(parser)
     args = parser.parse_args()
@@ -237,12 +284,14 @@ def main():
         "`none`: no pool, memory has no holes. Seconds are those of the "
         "fastest of three steps; evictions and operators that ran again are "
         "those of all three.\n\n"
-        "| model | threshold, MB | pool | s a step | evictions | ran again "
-        "| peak in the pool, MB | plain losses |\n"
-        "|---|---|---|---|---|---|---|---|\n"
+        "| model | threshold, MB | pool | s a step | heuristic | evictions "
+        "| ran again | peak in the pool, MB | plain losses |\n"
+        "|---|---|---|---|---|---|---|---|---|\n"
     )
     for name in args.models:
-        write_dtr(write, name, peaks[name], args.shares)
+        write_dtr(write, name, peaks[name, "eager"], args.shares)
+    if args.budgets:
+        write_budgets(write, peaks, args.models, args.budgets)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,25 @@ def test_a_peak_starts_again():
     assert kmem.memory.peak(DEVICE) == kmem.memory.current(DEVICE)
 
 
+POOL = """
+import kmem
+
+kmem.memory.limit("100MB", device="{device}", pool=True)
+import tensorflow as tf
+
+with tf.device("{device}"):
+    x = tf.fill([1_000_000], tf.constant(1.0))
+pool = kmem.memory.pool("{device}")
+print(pool.size, pool.blocks >= 4_000_000, float(x[0]))
+"""
+
+
+def test_blocks_come_from_a_pool(python):
+    status, output, errors = python.run(POOL.format(device=DEVICE))
+
+    assert (status, output) == (0, "100000000 True 1.0\n"), errors
+
+
 def test_the_device_is_the_default():
     if not accelerator.ON_GPU:
         pytest.skip("of a machine with a GPU")
