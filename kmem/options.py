@@ -17,6 +17,7 @@ from typing import TypedDict
 # A dependency of TensorFlow's.
 from typing_extensions import Unpack
 
+from kmem.base.bindings import AUTO
 from kmem.base.bindings import HEURISTICS
 from kmem.base.checks import budget
 from kmem.base.checks import classes
@@ -160,6 +161,9 @@ class DTR:
             at each eviction.
         heuristic: What is evicted first: `"dtr_eq"`, `"dtr"`, `"ancestors"`,
             `"msps"`, `"local"`, `"size_staleness"`, `"lru"` or `"random"`.
+            `"auto"`: what costs least in a simulation of the first step that
+            evicts; in `fit`, a step that has no room under one is tried
+            under another.
         compile: `"layers"`: calls of Keras's layers run as one operator each
             where that is safe, in `fit`. `(Residual,)`: those of the classes
             named as well, whose `call` must do the same at every call but
@@ -172,7 +176,7 @@ class DTR:
     eviction_threshold: int | str = 0
     evictee_minimum_size: int | str = "1MB"
     enable_sqrt_sampling: bool = False
-    heuristic: str = "dtr_eq"
+    heuristic: str = AUTO
     compile: Literal["layers"] | None | tuple[type, ...] = "layers"
 
     def __post_init__(self):
@@ -180,7 +184,7 @@ class DTR:
             value = getattr(self, name)
             if not (is_integer(value) and value == 0):
                 set_fields(self, **{name: parse_size(value, name)})
-        one_of(self.heuristic, "heuristic", HEURISTICS)
+        one_of(self.heuristic, "heuristic", (AUTO, *HEURISTICS))
         if self.compile not in ("layers", None):
             set_fields(self, compile=classes(self.compile, "compile"))
 

@@ -155,6 +155,7 @@ class Runtime {
     options_.recomputation_limit = nanoseconds;
   }
   int64_t live_bytes() const { return counts_.live_bytes; }
+  int64_t num_evictions() const { return counts_.num_evictions; }
   int64_t recomputed_nanoseconds() const {
     return counts_.recomputed_nanoseconds;
   }

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <string>
 #include <utility>
 
 #include "../memory/best_fit_pool.h"
+#include "choose.h"
 
 namespace kmem::dtr {
 namespace {
@@ -17,14 +19,15 @@ class Simulator : public Driver {
  public:
   Simulator(const std::vector<int64_t>& program,
             std::unique_ptr<Heuristic> heuristic, const Options& options,
-            bool in_pool)
+            const Setting& setting)
       : next_(program.data()),
         end_(program.data() + program.size()),
+        is_whole_(setting.is_whole),
         runtime_(this, std::move(heuristic), options) {
-    if (!in_pool) return;
+    if (setting.pool_bytes == 0) return;
     pool_ = std::make_unique<BestFitPool>(
         reinterpret_cast<void*>(kRegion),
-        std::min(options.threshold_bytes, kLargestPool));
+        std::min(setting.pool_bytes, kLargestPool));
   }
 
   int64_t BytesInUse() const override { return runtime_.live_bytes(); }
@@ -57,6 +60,7 @@ class Simulator : public Driver {
       Status status = RunInstruction();
       if (!status.ok()) return status;
     }
+    if (!is_whole_) return Status();
     // One by one, and each stays: together they must fit.
     for (Tensor* tensor : tensors_) {
       if (tensor == nullptr || !tensor->maker->pure) continue;
@@ -154,6 +158,7 @@ class Simulator : public Driver {
 
   const int64_t* next_;
   const int64_t* const end_;
+  const bool is_whole_;
   std::vector<Tensor*> tensors_;  // By number; nullptr once released.
   std::unique_ptr<BestFitPool> pool_;
   Runtime runtime_;  // Last: it drops its payloads when it goes.
@@ -163,8 +168,8 @@ class Simulator : public Driver {
 
 Status Simulate(const std::vector<int64_t>& program,
                 std::unique_ptr<Heuristic> heuristic, const Options& options,
-                Statistics* statistics, bool in_pool) {
-  Simulator simulator(program, std::move(heuristic), options, in_pool);
+                Statistics* statistics, const Setting& setting) {
+  Simulator simulator(program, std::move(heuristic), options, setting);
   Status status = simulator.RunProgram();
   *statistics = simulator.statistics();
   return status;
@@ -174,19 +179,33 @@ Status Simulate(const std::vector<int64_t>& program,
 
 extern "C" {
 
-// For Python, as declared in kmem/base/bindings.py. `options` and `statistics` are the
-// fields of their structs. Returns a Code, or -1 if there is no such heuristic.
+// For Python, as declared in kmem/base/bindings.py. `options` and `statistics`
+// are the fields of their structs. `message` becomes what is wrong or, with the
+// heuristic "auto", the one that was chosen. Returns a Code, or -1 if there is
+// no such heuristic.
 __attribute__((visibility("default"))) int kmem_dtr_simulate(
     const int64_t* program, int64_t length, const char* heuristic,
-    const kmem::dtr::Options* options, bool in_pool,
+    const kmem::dtr::Options* options, int64_t pool_bytes,
     kmem::dtr::Statistics* statistics, char* message, int64_t message_bytes) {
-  std::unique_ptr<kmem::dtr::Heuristic> made =
-      kmem::dtr::MakeHeuristic(heuristic, options->seed);
-  if (made == nullptr) return -1;
-  const kmem::dtr::Status status = kmem::dtr::Simulate(
-      std::vector<int64_t>(program, program + length), std::move(made),
-      *options, statistics, in_pool);
-  std::snprintf(message, message_bytes, "%s", status.message.c_str());
+  const std::vector<int64_t> instructions(program, program + length);
+  const kmem::dtr::Setting setting = {pool_bytes};
+  kmem::dtr::Status status;
+  std::string chosen = heuristic;
+  if (chosen == "auto") {
+    kmem::dtr::Choice choice =
+        kmem::dtr::ChooseHeuristic(instructions, *options, setting);
+    chosen = choice.heuristic;
+    status = choice.status;
+    *statistics = choice.statistics;
+  } else {
+    std::unique_ptr<kmem::dtr::Heuristic> made =
+        kmem::dtr::MakeHeuristic(heuristic, options->seed);
+    if (made == nullptr) return -1;
+    status = kmem::dtr::Simulate(instructions, std::move(made), *options,
+                                 statistics, setting);
+  }
+  std::snprintf(message, message_bytes, "%s",
+                (status.ok() ? chosen : status.message).c_str());
   return static_cast<int>(status.code);
 }
 

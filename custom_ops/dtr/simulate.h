@@ -23,12 +23,20 @@ namespace kmem::dtr {
 // What still has a handle at the end has to be there at the end.
 enum Instruction : int64_t { kConstant, kCall, kRetain, kRelease };
 
+// What surrounds a program.
+struct Setting {
+  // Of a pool that tensors lie in, whose chunks the peak is of; 0 if there is
+  // none.
+  int64_t pool_bytes = 0;
+  // Whether what is held at the end has to be there at the end.
+  bool is_whole = true;
+};
+
 // Runs a program that is well-formed, as that of kmem/dtr/simulator.py is.
-// `statistics` is set on failure, too. With `in_pool` tensors lie in a pool of
-// the size of the threshold, and the peak is that of its chunks.
+// `statistics` is set on failure, too.
 Status Simulate(const std::vector<int64_t>& program,
                 std::unique_ptr<Heuristic> heuristic, const Options& options,
-                Statistics* statistics, bool in_pool = false);
+                Statistics* statistics, const Setting& setting = {});
 
 }  // namespace kmem::dtr
 

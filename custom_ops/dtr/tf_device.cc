@@ -9,7 +9,6 @@
 #include <cstdio>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <utility>
 
 #include "../memory/evictor.h"
@@ -53,12 +52,15 @@ class Device : public Evictor {
     physical_ = session->device();
     if (!physical_->Begin(limit_bytes, this)) return false;
     grows_ = grows;
+    session->BeginStep();
     std::atomic_store(&current_, std::move(session));
     return true;
   }
 
-  int64_t End() {
+  int64_t End(bool failed) {
+    const std::shared_ptr<Session> session = current();
     std::atomic_store(&current_, std::shared_ptr<Session>());
+    session->EndStep(failed);
     const int64_t limit_bytes = physical_->LimitBytes();
     physical_->End();
     return limit_bytes;
@@ -140,21 +142,13 @@ KMEM_EXPORT bool kmem_dtr_register(void* context, char* message,
 }
 
 // Operators run on GPU:0 if there is one. Options are the fields of their
-// struct. Where the classes of dtr_eq, which cannot be parted again, make it
-// evict what it wants next, the exact cost takes over. nullptr: no such
-// heuristic.
+// struct.
 KMEM_EXPORT void* kmem_dtr_new_session(void* context, const char* heuristic,
                                        const kmem::dtr::Options* options) {
   kmem::dtr::PhysicalDevice* device =
       kmem::dtr::ThePhysicalDevice(static_cast<TFE_Context*>(context));
-  auto made = kmem::dtr::MakeHeuristic(heuristic, options->seed);
-  if (made == nullptr) return nullptr;
-  std::unique_ptr<kmem::dtr::Heuristic> fallback;
-  if (std::string_view(heuristic) == "dtr_eq") {
-    fallback = kmem::dtr::MakeHeuristic("ancestors", options->seed);
-  }
-  return new SessionPtr(std::make_shared<kmem::dtr::Session>(
-      device, std::move(made), std::move(fallback), *options));
+  return new SessionPtr(
+      std::make_shared<kmem::dtr::Session>(device, heuristic, *options));
 }
 
 KMEM_EXPORT void kmem_dtr_delete_session(void* session) {
@@ -170,8 +164,16 @@ KMEM_EXPORT bool kmem_dtr_begin(void* session, int64_t limit_bytes,
                                        limit_bytes, grows);
 }
 
-// Returns the limit as it was at last.
-KMEM_EXPORT int64_t kmem_dtr_end() { return kmem::dtr::TheDevice()->End(); }
+// Returns the limit as it was at last. `failed`: for lack of memory.
+KMEM_EXPORT int64_t kmem_dtr_end(bool failed) {
+  return kmem::dtr::TheDevice()->End(failed);
+}
+
+KMEM_EXPORT void kmem_dtr_heuristic(void* session, char* name,
+                                    int64_t name_bytes) {
+  std::snprintf(name, name_bytes, "%s",
+                (*static_cast<SessionPtr*>(session))->heuristic().c_str());
+}
 
 KMEM_EXPORT bool kmem_dtr_begin_trace(void* session, const char* path) {
   return (*static_cast<SessionPtr*>(session))->BeginTrace(path);

@@ -1,6 +1,5 @@
 #include "tf_operators.h"
 
-#include <algorithm>
 #include <unordered_set>
 #include <utility>
 
@@ -60,11 +59,6 @@ Kind Signature::KindWith(const std::vector<TFE_TensorHandle*>& inputs) const {
   }
   // A variant may be a list that is changed in place.
   return has_variant || stateful_ ? Kind::kOther : Kind::kPure;
-}
-
-int64_t Signature::LeastNanoseconds(int64_t bytes, int64_t nanoseconds) {
-  int64_t& least = least_nanoseconds_.emplace(bytes, nanoseconds).first->second;
-  return least = std::min(least, nanoseconds);
 }
 
 OpPtr Signature::Take() {

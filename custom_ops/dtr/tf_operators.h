@@ -11,6 +11,7 @@
 
 #include "tensorflow/core/platform/fingerprint.h"
 #include "tf_handles.h"
+#include "timing.h"
 
 namespace kmem::dtr {
 
@@ -32,9 +33,7 @@ class Signature {
   Kind KindWith(const std::vector<TFE_TensorHandle*>& inputs) const;
   const std::string& name() const;
 
-  // The least time that it has taken with operands of so many bytes, of which
-  // `nanoseconds` is one. The first time, and on a busy machine, it is longer.
-  int64_t LeastNanoseconds(int64_t bytes, int64_t nanoseconds);
+  const std::shared_ptr<LeastTimes>& times() const { return times_; }
 
   // A TFE_Op without inputs, to be given back when it has run.
   OpPtr Take();
@@ -47,7 +46,7 @@ class Signature {
   const OpPtr original_;
   OpPtr idle_;  // nullptr while it runs: a Python function may call another.
   const bool stateful_;
-  std::unordered_map<int64_t, int64_t> least_nanoseconds_;  // By bytes.
+  const std::shared_ptr<LeastTimes> times_ = std::make_shared<LeastTimes>();
 };
 
 class Operators {

@@ -1,10 +1,12 @@
 #include "tf_physical.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "../memory/device_memory.h"
 #include "tensorflow/c/eager/immediate_execution_context.h"
 #include "tensorflow/c/eager/tfe_context_internal.h"
+#include "xla/stream_executor/stream.h"
 
 namespace kmem::dtr {
 namespace {
@@ -19,7 +21,44 @@ tensorflow::Device* First(TFE_Context* context, const char* kind) {
   return nullptr;
 }
 
+// That of a GPU. It calls back when it passes a mark, which is read later; the
+// clock is the host's. Not run on a GPU yet: what waits and what is learned is
+// in timing.h, and tested with a stream that is late.
+class LateStream : public Stream {
+ public:
+  explicit LateStream(stream_executor::Stream* stream) : stream_(stream) {}
+
+  std::shared_ptr<Mark> Put() override {
+    auto mark = std::make_shared<Passed>();
+    // Where it fails the time is not known.
+    stream_->DoHostCallback([mark] { mark->nanoseconds = HostNanoseconds(); })
+        .IgnoreError();
+    return mark;
+  }
+  bool IsLate() const override { return true; }
+
+ private:
+  struct Passed : public Mark {
+    int64_t Nanoseconds() const override { return nanoseconds; }
+    std::atomic<int64_t> nanoseconds{kNotYet};
+  };
+
+  stream_executor::Stream* const stream_;
+};
+
+std::unique_ptr<Stream> StreamOf(tensorflow::Device* device) {
+  const auto* info = device->tensorflow_accelerator_device_info();
+  if (info == nullptr || info->stream == nullptr) {
+    return std::make_unique<HostStream>();
+  }
+  return std::make_unique<LateStream>(info->stream);
+}
+
 }  // namespace
+
+PhysicalDevice::PhysicalDevice(tensorflow::Device* device,
+                               DeviceMemory* memory)
+    : device_(device), memory_(memory), stream_(StreamOf(device)) {}
 
 bool PhysicalDevice::Begin(int64_t limit_bytes, Evictor* evictor) {
   limit_before_ = LimitBytes();
@@ -51,8 +90,6 @@ std::vector<Span> PhysicalDevice::Layout() const {
   const Pool* pool = memory_->pool();
   return pool == nullptr ? std::vector<Span>() : pool->Layout();
 }
-
-void PhysicalDevice::Wait() const { device_->Sync().IgnoreError(); }
 
 PhysicalDevice* ThePhysicalDevice(TFE_Context* context) {
   static PhysicalDevice* device = [&] {

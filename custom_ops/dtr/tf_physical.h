@@ -4,6 +4,7 @@
 #define KMEM_DTR_TF_PHYSICAL_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "../memory/pool.h"
 #include "tensorflow/c/eager/c_api.h"
 #include "tensorflow/core/framework/device.h"
+#include "timing.h"
 
 namespace kmem {
 class DeviceMemory;
@@ -20,8 +22,7 @@ namespace kmem::dtr {
 
 class PhysicalDevice {
  public:
-  PhysicalDevice(tensorflow::Device* device, DeviceMemory* memory)
-      : device_(device), memory_(memory) {}
+  PhysicalDevice(tensorflow::Device* device, DeviceMemory* memory);
 
   const std::string& name() const { return device_->name(); }
 
@@ -40,12 +41,13 @@ class PhysicalDevice {
   // Of its pool; empty if it has none.
   std::vector<Span> Layout() const;
 
-  // Waits for all kernels: those of a GPU run after their operator returns.
-  void Wait() const;
+  // What it works off: kernels of a GPU run after their operator returns.
+  Stream* stream() const { return stream_.get(); }
 
  private:
   tensorflow::Device* const device_;
   DeviceMemory* const memory_;
+  const std::unique_ptr<Stream> stream_;
   int64_t limit_before_ = 0;
 };
 

@@ -16,16 +16,25 @@ constexpr int64_t kSmallestBytes = 4096;
 
 }  // namespace
 
-void Session::Remember(Call* call, int64_t nanoseconds, int num_outputs,
-                       TFE_TensorHandle** outputs, TF_Status* status) {
+void Session::Remember(Call* call, const Timing::Interval& interval,
+                       int num_outputs, TFE_TensorHandle** outputs,
+                       TF_Status* status) {
   FindOutputs(call, num_outputs, outputs);
   if (call->outputs.empty()) return;
   int64_t bytes = 0;
   for (const Extent& extent : call->extents) bytes += extent.bytes;
-  nanoseconds = call->signature->LeastNanoseconds(bytes, nanoseconds);
+  const int64_t nanoseconds =
+      timing_.Nanoseconds(interval, call->signature->times(), bytes);
   std::vector<HandlePtr> small = FindSources(call);
   Trace::Name name = 0;
   if (trace_ != nullptr) {
+    for (size_t i = 0; i < call->names.size(); ++i) {
+      // One that was there before the trace began.
+      Trace::Name& input = call->names[i];
+      if (call->tensors[i] && !trace_->Knows(input)) {
+        input = NameOf(*call->tensors[i]);
+      }
+    }
     name = trace_->Call(call->signature->name(), call->names, call->outputs,
                         nanoseconds);
   }
@@ -83,7 +92,8 @@ std::vector<HandlePtr> Session::FindSources(Call* call) {
   for (size_t i = 0; i < call->given.size(); ++i) {
     if (call->tensors[i] != nullptr) continue;
     TFE_TensorHandle* given = call->given[i];
-    if (call->extents[i].bytes < kSmallestBytes && trace_ == nullptr) {
+    const bool is_left_out = trace_ == nullptr || !trace_->IsComplete();
+    if (call->extents[i].bytes < kSmallestBytes && is_left_out) {
       small.resize(call->given.size());
       small[i] = Share(given);
       continue;
@@ -128,11 +138,16 @@ Tensor* Session::MakeOutside(HandlePtr handle, HandlePtr variable) {
   return value->outside = &op->outputs[0];
 }
 
+Trace::Name Session::NameOf(const Tensor& tensor) {
+  Trace::Name& name = ValueOf(&tensor)->name;
+  if (!trace_->Knows(name)) name = trace_->Constant(tensor.storage->bytes);
+  return name;
+}
+
 TFE_TensorHandle* Session::NewHandleOfRead(TFE_Context* context,
                                            Tensor* tensor, TF_Status* status) {
-  const Trace::Name name = ValueOf(tensor)->name;
-  const bool traced = trace_ != nullptr && name != 0;
-  return NewHandle(context, tensor, traced ? trace_->Copy(name) : 0, status);
+  const Trace::Name name = trace_ ? trace_->Copy(NameOf(*tensor)) : 0;
+  return NewHandle(context, tensor, name, status);
 }
 
 TFE_TensorHandle* Session::NewHandle(TFE_Context* context, Tensor* tensor,

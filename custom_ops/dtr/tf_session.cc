@@ -1,9 +1,9 @@
 #include "tf_session.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
+#include "choose.h"
 #include "tensorflow/c/eager/immediate_execution_context.h"
 #include "tensorflow/c/eager/immediate_execution_operation.h"
 #include "tensorflow/c/eager/tfe_context_internal.h"
@@ -17,14 +17,10 @@ namespace {
 // second for its start.
 constexpr int64_t kMostSlowdown = 20;
 constexpr int64_t kSecond = 1000000000;
+// Of a step that is simulated, in times of its own.
+constexpr int64_t kMostRecomputation = 4;
 
 thread_local bool knows = false;
-
-int64_t Nanoseconds() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 // A kernel runs: the lock is free meanwhile.
 class Forgetting {
@@ -38,6 +34,12 @@ class Forgetting {
     knows = true;
   }
 };
+
+// Where the classes of dtr_eq, which cannot be parted again, make it evict what
+// it wants next, the exact cost takes over.
+std::string FallbackOf(const std::string& heuristic) {
+  return heuristic == "dtr_eq" ? "ancestors" : "";
+}
 
 void SetStatus(TF_Status* status, const Status& from) {
   TF_SetStatus(status,
@@ -65,12 +67,72 @@ class Session::Knowing {
 std::recursive_mutex Session::execution_mutex;
 std::mutex Session::knowledge_mutex;
 
-Session::Session(PhysicalDevice* device, std::unique_ptr<Heuristic> heuristic,
-                 std::unique_ptr<Heuristic> fallback, const Options& options)
+Session::Session(PhysicalDevice* device, const std::string& heuristic,
+                 const Options& options)
     : device_(device),
       operators_(device->name()),
-      fallback_(std::move(fallback)),
-      runtime_(this, std::move(heuristic), options) {}
+      timing_(device->stream()),
+      chooses_(heuristic == "auto"),
+      options_(options),
+      heuristic_(chooses_ ? kFirstHeuristic : heuristic),
+      fallback_(FallbackOf(heuristic_)),
+      runtime_(this, MakeHeuristic(heuristic_, options.seed), options) {}
+
+// ------------------------------------------------------------------- its steps
+
+void Session::BeginStep() {
+  Knowing knowing;
+  // Not while a file is written.
+  if (!chooses_ || trace_ != nullptr) return;
+  trace_ = std::make_unique<ProgramTrace>();
+  heuristic_before_ = heuristic_;
+  in_use_before_ = device_->BytesInUse();
+  num_evictions_before_ = runtime_.num_evictions();
+}
+
+void Session::EndStep(bool failed) {
+  Executing executing(execution_mutex);
+  Knowing knowing;
+  const auto* step = dynamic_cast<const ProgramTrace*>(trace_.get());
+  if (step == nullptr) return;
+  const std::unique_ptr<Trace> trace = std::move(trace_);
+  if (failed) {
+    failed_.insert({heuristic_before_, heuristic_});
+  } else {
+    failed_.clear();
+  }
+  const bool evicted = runtime_.num_evictions() > num_evictions_before_;
+  if (step->program().empty() || !(failed || (evicted && !has_chosen_))) {
+    return;
+  }
+  has_chosen_ = true;
+  // What it does not read is in memory beside it.
+  const int64_t beside =
+      std::max<int64_t>(in_use_before_ - step->constant_bytes(), 0);
+  int64_t pool_bytes = 0;
+  for (const Span& span : device_->Layout()) pool_bytes += span.bytes;
+  Options options = options_;
+  options.threshold_bytes = device_->LimitBytes() - beside;
+  options.recomputation_limit = kMostRecomputation * step->nanoseconds();
+  const Setting setting = {std::max<int64_t>(pool_bytes - beside, 0),
+                           /*is_whole=*/false};
+  const Choice choice =
+      ChooseHeuristic(step->program(), options, setting, failed_);
+  if (choice.status.ok() && choice.heuristic != heuristic_) {
+    Use(choice.heuristic);
+    fallback_ = FallbackOf(heuristic_);
+  }
+}
+
+void Session::Use(const std::string& heuristic) {
+  heuristic_ = heuristic;
+  runtime_.Use(MakeHeuristic(heuristic, options_.seed));
+}
+
+std::string Session::heuristic() const {
+  Knowing knowing;
+  return heuristic_;
+}
 
 // ------------------------------------------------------------- the first time
 
@@ -99,13 +161,13 @@ void Session::Execute(const TFE_Op* op, int* num_outputs,
                                    : call.given[i],
                    status);
   }
-  const int64_t start = Nanoseconds();
+  Timing::Interval interval = timing_.Begin(*call.signature->times());
   RunKernel(run.get(), num_outputs, outputs, status);
-  const int64_t nanoseconds = Nanoseconds() - start;
-  first_nanoseconds_ += nanoseconds;
+  timing_.End(&interval);
+  first_nanoseconds_ += Timing::Known(interval);
   if (TF_GetCode(status) == TF_OK) {
     if (call.kind == Kind::kPure) {
-      Remember(&call, nanoseconds, *num_outputs, outputs, status);
+      Remember(&call, interval, *num_outputs, outputs, status);
     } else if (call.kind == Kind::kReadsVariable) {
       RememberRead(call, outputs, status);
     }
@@ -180,7 +242,6 @@ void Session::RunKernel(TFE_Op* op, int* num_outputs,
   {
     Forgetting forgetting;
     TFE_Execute(op, outputs, num_outputs, status);
-    device_->Wait();  // Else its time would not be known.
   }
   if (TF_GetCode(status) == TF_RESOURCE_EXHAUSTED && !no_room_.empty()) {
     TF_SetStatus(status, TF_RESOURCE_EXHAUSTED, no_room_.c_str());
@@ -204,14 +265,18 @@ HandlePtr Session::Fetch(Tensor* tensor, TF_Status* status) {
 
 void Session::Release(const TrackedHandle& handle) {
   Knowing knowing;
-  if (trace_ != nullptr && handle.name != 0) trace_->Release(handle.name);
+  if (trace_ != nullptr && trace_->Knows(handle.name)) {
+    trace_->Release(handle.name);
+  }
   runtime_.Release(handle.tensor);
 }
 
 bool Session::BeginTrace(const std::string& path) {
   Knowing knowing;
-  trace_ = std::make_unique<Trace>(path);
-  return trace_->good();
+  auto trace = std::make_unique<FileTrace>(path);
+  const bool is_good = trace->good();
+  trace_ = std::move(trace);
+  return is_good;
 }
 
 void Session::EndTrace() {
@@ -252,9 +317,9 @@ uintptr_t Session::AddressOf(const void* payload) const {
 }
 
 Status Session::Run(const Operator& op, std::vector<void*>* payloads) {
-  if (fallback_ != nullptr &&
+  if (!fallback_.empty() &&
       runtime_.recomputed_nanoseconds() > first_nanoseconds_) {
-    runtime_.Use(std::move(fallback_));
+    Use(std::exchange(fallback_, ""));
   }
   const Work& work = *static_cast<const Work*>(op.work);
   StatusPtr status = NewStatus();

@@ -17,6 +17,7 @@
 
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -26,6 +27,7 @@
 #include "tf_operators.h"
 #include "tf_physical.h"
 #include "tf_trace.h"
+#include "timing.h"
 
 namespace kmem::dtr {
 
@@ -36,10 +38,17 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   class Knowing;
   using Executing = std::lock_guard<std::recursive_mutex>;
 
-  // The device must outlive the session. Once recomputation takes longer than
-  // the program itself, `fallback` takes the heuristic's place, if there is one.
-  Session(PhysicalDevice* device, std::unique_ptr<Heuristic> heuristic,
-          std::unique_ptr<Heuristic> fallback, const Options& options);
+  // The device must outlive the session. `heuristic` is one of heuristic.h, or
+  // "auto": the first step that evicts is written down, and the best for it is
+  // taken (choose.h); another one for a step that fails.
+  Session(PhysicalDevice* device, const std::string& heuristic,
+          const Options& options);
+
+  // Before a step, and behind it, while the device has the step's limit.
+  void BeginStep();
+  void EndStep(bool failed);
+  // The name of what chooses now.
+  std::string heuristic() const;
 
   // Runs an operator; `outputs` get handles on the custom device or plain
   // ones. TensorFlow's message of what is wrong goes into `status`.
@@ -79,7 +88,7 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
     HandlePtr handle;
     HandlePtr variable;         // If it is the value of one.
     Tensor* outside = nullptr;  // That tensor, if it cannot be made again.
-    Trace::Name name = 0;       // Of that tensor in the trace.
+    Trace::Name name = 0;       // Of what comes from before the trace.
   };
   // How to run an operator again.
   struct Work {
@@ -113,13 +122,16 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   Status SettleReaders(const Call& call);
   void RunKernel(TFE_Op* op, int* num_outputs, TFE_TensorHandle** outputs,
                  TF_Status* status);
-  void Remember(Call* call, int64_t nanoseconds, int num_outputs,
+  void Remember(Call* call, const Timing::Interval& interval, int num_outputs,
                 TFE_TensorHandle** outputs, TF_Status* status);
   void FindOutputs(Call* call, int num_outputs, TFE_TensorHandle** outputs);
   std::vector<HandlePtr> FindSources(Call* call);
   void RememberRead(const Call& call, TFE_TensorHandle** output,
                     TF_Status* status);
   Tensor* MakeOutside(HandlePtr handle, HandlePtr variable);
+  // In the trace, as of what was there before an operator reads it.
+  Trace::Name NameOf(const Tensor& tensor);
+  void Use(const std::string& heuristic);
   TFE_TensorHandle* NewHandle(TFE_Context* context, Tensor* tensor,
                               Trace::Name name, TF_Status* status);
   TFE_TensorHandle* NewHandleOfRead(TFE_Context* context, Tensor* tensor,
@@ -139,7 +151,18 @@ class Session : public Driver, public std::enable_shared_from_this<Session> {
   std::unique_ptr<Trace> trace_;
   std::string no_room_;  // Why the last request was refused.
   int64_t first_nanoseconds_ = 0;
-  std::unique_ptr<Heuristic> fallback_;
+  Timing timing_;
+  const bool chooses_;  // The heuristic.
+  const Options options_;
+  std::string heuristic_;
+  // Takes its place once recomputation takes longer than the program itself.
+  std::string fallback_;
+  bool has_chosen_ = false;
+  std::set<std::string> failed_;  // Under which this step has failed.
+  // When it began.
+  std::string heuristic_before_;
+  int64_t in_use_before_ = 0;
+  int64_t num_evictions_before_ = 0;
   Runtime runtime_;  // Last: it drops its payloads when it goes.
 };
 

@@ -116,7 +116,7 @@ void InAPoolItStaysWithinItAndRepeats() {
     Statistics statistics;
     const Status status =
         Simulate(ChainOfSizes(40), kmem::dtr::MakeHeuristic("lru", 0), options,
-                 &statistics, /*in_pool=*/true);
+                 &statistics, {options.threshold_bytes});
     CHECK_TRUE(status.ok());
     CHECK_TRUE(statistics.peak_bytes <= options.threshold_bytes);
     return statistics;

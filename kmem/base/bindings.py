@@ -23,6 +23,8 @@ NO_POOL, OWN_POOL, BFC_POOL = range(3)
 HEURISTICS = tuple(
     "dtr_eq dtr ancestors msps local size_staleness lru random".split()
 )
+# The best of them for a recorded step, by custom_ops/dtr/choose.h.
+AUTO = "auto"
 
 
 class Stats(ctypes.Structure):
@@ -114,13 +116,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "kmem_dtr_new_session": (_POINTER, _POINTER, _TEXT, _OPTIONS),
     "kmem_dtr_delete_session": (None, _POINTER),
     "kmem_dtr_begin": (ctypes.c_bool, _POINTER, _INT, ctypes.c_bool),
-    "kmem_dtr_end": (_INT,),
+    "kmem_dtr_end": (_INT, ctypes.c_bool),
+    "kmem_dtr_heuristic": (None, _POINTER, _TEXT, _INT),
     "kmem_dtr_begin_trace": (ctypes.c_bool, _POINTER, _TEXT),
     "kmem_dtr_end_trace": (None, _POINTER),
     "kmem_dtr_statistics": (None, _POINTER, _STATISTICS),
     "kmem_dtr_simulate": (
         *(ctypes.c_int, _POINTER, _INT, _TEXT),
-        *(_OPTIONS, ctypes.c_bool, _STATISTICS, _TEXT, _INT),
+        *(_OPTIONS, _INT, _STATISTICS, _TEXT, _INT),
     ),
 }
 

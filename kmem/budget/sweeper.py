@@ -27,6 +27,7 @@ import keras
 import tensorflow as tf
 
 from kmem import memory
+from kmem.base.bindings import AUTO
 from kmem.base.bindings import HEURISTICS
 from kmem.base.sizes import format_size
 from kmem.base.sizes import parse_size
@@ -70,8 +71,8 @@ def sweep(
             `tf.data.Dataset` or `keras.utils.PyDataset`, of which the first
             four batches are used.
         thresholds: Bytes, sizes such as `"2GB"`, and shares of plain eager
-            training's peak, as floats in (0, 1]. Six shares from 1.0 to 0.3
-            by default.
+            training's peak, as floats in (0, 1]. By default six shares from
+            1.0 to 0.3 and, if the device's memory is a pool, all of it.
         dtr: The other settings.
         steps: How many steps to take with each batch; the fastest counts.
         verbose: 1 shows progress.
@@ -102,7 +103,10 @@ def sweep(
     kmem.wrap(model).fit(x, y, dtr=result.recommended)
     ```
     """
-    asked = SHARES if thresholds is None else tuple(thresholds)
+    pool = memory.pool()
+    asked: tuple = SHARES if pool is None else (pool.size, *SHARES)
+    if thresholds is not None:
+        asked = tuple(thresholds)
     for threshold in asked:
         _to_bytes(threshold, whole_bytes=1)
     if isinstance(steps, bool) or not (isinstance(steps, int) and steps > 0):
@@ -151,7 +155,7 @@ class _Sweeper:
         result = self._result(forecast)
         chosen = result.recommended
         best = _best_heuristic(forecast, chosen)
-        if best == chosen.heuristic:
+        if chosen.heuristic in (AUTO, best):
             return result
         # By the simulator. Whether it is, time tells.
         other = self._trial(int(chosen.eviction_threshold), heuristic=best)
@@ -186,7 +190,8 @@ class _Sweeper:
                 f"{unlimited.error}"
             )
         peaks = None if self._plain.error else unlimited.peaks
-        return Forecast(programs, peaks, memory.current())
+        in_pool = memory.pool() is not None
+        return Forecast(programs, peaks, memory.current(), in_pool)
 
     def _result(self, forecast: Forecast) -> Sweep:
         unlimited = self._trials[self._unlimited].seconds
@@ -200,7 +205,8 @@ class _Sweeper:
                     predicted_peak_bytes=expected.peak_bytes,
                 )
             )
-        return Sweep(tuple(rows))
+        pool = memory.pool()
+        return Sweep(tuple(rows), pool_bytes=pool.size if pool else None)
 
 
 class _Trial:
@@ -279,22 +285,39 @@ class _Trial:
         )
 
     def _step(self, index: int) -> None:
+        self._try(index)
+        options: Any = self._session.options.dtr
+        tried: set[str] = set()
+        # As `fit` does. Another heuristic is chosen where one has failed.
+        while self.error and not self._plainly and options.heuristic == AUTO:
+            session: Any = device.latest()
+            if session.heuristic in tried:
+                break
+            tried.add(session.heuristic)
+            self.error = ""
+            self._try(index)
+
+    def _try(self, index: int) -> None:
         model: Any = self._session.model
         # More than one step, if Keras takes several at a time.
         batch = itertools.repeat(self._data[index])
         with self._session.changes.undone(), self._installed():
+            if memory.pool() is not None:
+                memory.reset_peak()
             try:
                 with memory.track() as usage:
                     seconds = timed(model.train_function, batch)
             except tf.errors.ResourceExhaustedError as error:
                 self.error = error.message
+            pool = memory.pool()
         if self.error:
             # What the error's frames held.
             gc.collect()
             return
         seconds /= model.steps_per_execution
         self._fastest[index] = min(self._fastest[index], seconds)
-        self.peaks[index] = max(self.peaks[index], usage.peak_bytes)
+        peak_bytes = pool.peak_chunks if pool else usage.peak_bytes
+        self.peaks[index] = max(self.peaks[index], peak_bytes)
         self._num_steps += model.steps_per_execution
         session = device.latest()
         if session is not None and not self._plainly:

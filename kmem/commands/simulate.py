@@ -2,6 +2,7 @@
 
 import argparse
 
+from kmem.base.bindings import AUTO
 from kmem.base.bindings import HEURISTICS
 from kmem.base.sizes import format_size
 from kmem.commands import arguments
@@ -23,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='the peak to keep: "2GB", or a share of the step\'s own peak '
         "(default: %(default)s)",
     )
-    parser.add_argument("--heuristic", choices=HEURISTICS, default="dtr_eq")
+    parser.add_argument(
+        "--heuristic", choices=(AUTO, *HEURISTICS), default=AUTO
+    )
     parser.add_argument(
         "--best", action="store_true", help="run all heuristics, name the best"
     )
@@ -31,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sqrt-sampling",
         action="store_true",
         help="look at about the square root of the candidates",
+    )
+    parser.add_argument(
+        "--pool",
+        action="store_true",
+        help="the memory is a pool of the budget's size: what is free in it "
+        "may lie in pieces",
     )
     help = "of random choices"
     parser.add_argument("--seed", type=arguments.seed, default=0, help=help)
@@ -71,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
                 name,
                 sqrt_sampling=args.sqrt_sampling,
                 seed=args.seed,
+                in_pool=args.pool,
             )
         except BudgetFailed as error:
             if not args.best:
@@ -80,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         costs[name] = found.slowdown
         print(
             _ROW.format(
-                name,
+                found.heuristic,
                 f"{found.slowdown:.3f}x",
                 found.num_evictions,
                 found.num_recomputations,

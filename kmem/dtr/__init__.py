@@ -27,7 +27,7 @@ from kmem.options import DTR
 eviction_threshold: int | str = 0
 evictee_minimum_size: int | str = "1MB"
 enable_sqrt_sampling: bool = False
-heuristic: str = "dtr_eq"
+heuristic: str = "auto"
 
 _enabled = contextlib.ExitStack()
 

@@ -43,6 +43,7 @@ class Statistics:
         num_operators: How many operators are remembered now.
         live_bytes: Bytes of the tensors that are known to the device now.
         pinned_bytes: Those of them that cannot be made again.
+        heuristic: What chooses now what is evicted.
     """
 
     num_evictions: int
@@ -52,6 +53,7 @@ class Statistics:
     num_operators: int
     live_bytes: int
     pinned_bytes: int
+    heuristic: str
 
 
 class DeviceSession:
@@ -87,8 +89,19 @@ class DeviceSession:
         )
 
     def again(self) -> "DeviceSession":
-        """Another one with the same options, which knows no program yet."""
-        return DeviceSession(self._options)
+        """Another one, which begins as this one did."""
+        options = self._options
+        if options.heuristic == bindings.AUTO:
+            first = bindings.HEURISTICS[0]
+            options = dataclasses.replace(options, heuristic=first)
+        return DeviceSession(options)
+
+    @property
+    def heuristic(self) -> str:
+        """What chooses now what is evicted."""
+        name = ctypes.create_string_buffer(50)
+        self._library.kmem_dtr_heuristic(self._native, name, len(name))
+        return name.value.decode()
 
     @contextlib.contextmanager
     def scope(self, grows_from: int | None = None) -> Iterator[None]:
@@ -116,13 +129,17 @@ class DeviceSession:
             )
         try:
             self._begin(grows_from)
+            failed = False
             try:
                 with tf.device(_NAME), freed_on_failure():
                     _latest.session = self
                     yield
+            except tf.errors.ResourceExhaustedError:
+                failed = True
+                raise
             finally:
                 _forget_zeros()
-                self.limit_bytes = self._library.kmem_dtr_end()
+                self.limit_bytes = self._library.kmem_dtr_end(failed)
         finally:
             _in_use.release()
 
@@ -163,6 +180,7 @@ class DeviceSession:
             num_operators=found.num_operators,
             live_bytes=found.live_bytes,
             pinned_bytes=found.pinned_bytes,
+            heuristic=self.heuristic,
         )
 
 

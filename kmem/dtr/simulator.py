@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from kmem.base import bindings
 from kmem.base import native
+from kmem.base.bindings import AUTO
 from kmem.base.bindings import HEURISTICS as HEURISTICS
 from kmem.dtr.trace import Program
 from kmem.options import DTR
@@ -40,6 +41,7 @@ class Simulation:
         num_evictions: How often a tensor was chosen to be evicted.
         num_recomputations: How many operators ran again.
         num_accesses: How many tensors were looked at to choose.
+        heuristic: What chose.
     """
 
     seconds: float
@@ -48,6 +50,7 @@ class Simulation:
     num_evictions: int
     num_recomputations: int
     num_accesses: int
+    heuristic: str
 
 
 class BudgetFailed(ValueError):
@@ -79,7 +82,8 @@ def simulate(
     Args:
         program: What to run.
         budget_bytes: The peak to keep; `None` if there is none.
-        heuristic: What to evict first, one of `HEURISTICS`.
+        heuristic: What to evict first, one of `HEURISTICS`, or `"auto"`: the
+            best of all but "random".
         evictee_minimum_bytes: Smaller tensors go last.
         sqrt_sampling: Look at about the square root of the candidates.
         seed: Of what is drawn at random.
@@ -111,9 +115,9 @@ def simulate(
     simulate(read_program(path)).peak_bytes  # 8
     ```
     """
-    if heuristic not in HEURISTICS:
+    if heuristic not in (AUTO, *HEURISTICS):
         raise ValueError(
-            f"`heuristic` must be one of {', '.join(HEURISTICS)}. "
+            f"`heuristic` must be one of {', '.join((AUTO, *HEURISTICS))}. "
             f"Received: heuristic={heuristic!r}"
         )
     recomputed_seconds = (slowdown_limit - 1) * program.seconds
@@ -131,7 +135,7 @@ def simulate(
         len(program.numbers),
         heuristic.encode(),
         ctypes.byref(options),
-        in_pool,
+        options.threshold_bytes if in_pool else 0,
         ctypes.byref(found),
         message,
         len(message),
@@ -146,6 +150,7 @@ def simulate(
         num_evictions=found.num_evictions,
         num_recomputations=found.num_recomputations,
         num_accesses=found.num_accesses,
+        heuristic=message.value.decode(),
     )
 
 
@@ -177,6 +182,7 @@ class Forecast:
         peaks: The peaks that were measured in them, in bytes, or `None` if
             they did not fit without evictions.
         in_use: The bytes that are in memory between the steps.
+        in_pool: Whether the device's memory is a pool; then of its peaks.
 
     Attributes:
         peak_bytes: The largest peak of a step without evictions.
@@ -187,9 +193,14 @@ class Forecast:
         programs: Sequence[Program],
         peaks: Sequence[int] | None,
         in_use: int,
+        in_pool: bool = False,
     ):
         self._programs = programs
-        simulated = [simulate(program).peak_bytes for program in programs]
+        self._in_pool = in_pool
+        simulated = [
+            simulate(program, in_pool=in_pool).peak_bytes
+            for program in programs
+        ]
         if peaks is None:
             peaks = [
                 peak + max(in_use - program.constant_bytes, 0)
@@ -216,6 +227,7 @@ class Forecast:
                     options.heuristic,
                     evictee_minimum_bytes=int(options.evictee_minimum_size),
                     sqrt_sampling=options.enable_sqrt_sampling,
+                    in_pool=self._in_pool,
                 )
             except BudgetFailed:
                 return Expected(math.inf, math.inf)

@@ -68,9 +68,12 @@ class Sweep:
         rows: Plain eager Keras, DTR without a threshold, and a row for each
             threshold. The last one may have the simulator's best heuristic at
             the threshold that is recommended, if that is another one.
+        pool_bytes: The size of the device's pool, of which the peaks are
+            then; `None` if its memory is none.
     """
 
     rows: tuple[Row, ...]
+    pool_bytes: int | None = None
 
     @property
     def plain(self) -> Row:
@@ -268,6 +271,13 @@ def _draw_peak(axes: "Axes", sweep: Sweep) -> None:
             color=drawing.GREY,
             linestyle=":",
             label="plain eager Keras",
+        )
+    if sweep.pool_bytes is not None:
+        axes.axhline(
+            _megabytes(sweep.pool_bytes),
+            color=drawing.RED,
+            linestyle=":",
+            label="the pool",
         )
     axes.set_ylim(bottom=0)
     axes.set_xlabel("threshold, MB")

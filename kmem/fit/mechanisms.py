@@ -8,6 +8,7 @@ within. Not here: sharding (`kmem/sharding/training`) and the undo of a step.
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from kmem import precision
+from kmem.base.bindings import AUTO
 from kmem.base.patching import Context
 from kmem.dtr.blocks import Blocks
 from kmem.dtr.device import DeviceSession
@@ -190,17 +192,27 @@ class Evicting(Mechanism):
         self._device = DeviceSession(option)
         self._changes = changes
         self._repeats = repeats
+        self._chooses = option.heuristic == AUTO
         self._blocks = Blocks(model, option.compile) if compiles else None
 
     def take(self, step: Callable, data):
-        try:
-            with self._on(self._device):
-                return step(data)
-        except tf.errors.ResourceExhaustedError as error:
-            message = error.message
-            # Variables that a step makes could not be given back.
-            if not (self._repeats and self._changes.layers_are_built):
-                raise
+        while True:
+            heuristic = self._device.heuristic
+            try:
+                with self._on(self._device):
+                    return step(data)
+            except tf.errors.ResourceExhaustedError as error:
+                message = error.message
+                # Variables that a step makes could not be given back.
+                if not (self._repeats and self._changes.layers_are_built):
+                    raise
+            # Under "auto", others are tried: each of them once.
+            before = self._changes.before
+            is_new = self._device.heuristic != heuristic
+            if before is None or not (self._chooses and is_new):
+                break
+            gc.collect()
+            before.restore()
         self._changes.build()
         raise with_least_threshold(
             self._device.limit_bytes,

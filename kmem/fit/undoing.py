@@ -119,7 +119,12 @@ class Changes:
 
     Args:
         optimizer: What its steps see as `model.optimizer`.
+
+    Attributes:
+        before: The state before the step that is taken, where it is kept.
     """
+
+    before: State | None = None
 
     def __init__(self, model: keras.Model, optimizer):
         self._model = model
@@ -189,6 +194,9 @@ class Undoing(Mechanism):
         def train(iterator):
             reader = self._reader or self._changes.reader(None)
             before = State(reader, self._model.metrics)
+            # Of several steps, only of the first.
+            if self._model.steps_per_execution == 1:
+                self._changes.before = before
             try:
                 logs = function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
@@ -197,6 +205,8 @@ class Undoing(Mechanism):
             except BaseException:
                 before.restore()
                 raise
+            finally:
+                self._changes.before = None
             self._reader = self._reader or self._changes.reader(reader)
             return logs
 

@@ -25,9 +25,19 @@ def test_it_says_what_a_budget_costs(trace, capsys):
         *("peak", "accesses"),
     ]
     name, compute, evictions, recomputes, *peak, _ = row.split()
-    assert (name, peak) == ("dtr_eq", ["210", "B"])
+    assert name in HEURISTICS and peak == ["210", "B"]
     assert 1 < float(compute.removesuffix("x")) < 1.6
     assert int(evictions) > 0 and int(recomputes) > 0
+
+
+def test_a_pool_costs_more_than_its_bytes(trace, capsys):
+    # Each of the tensors, of ten bytes, takes 256 of a pool.
+    arguments = ["simulate", trace, "--pool", "--budget"]
+    assert cli.main([*arguments, "5120B"]) == 0
+    *_, row = capsys.readouterr().out.splitlines()
+    _, _, evictions, _, *peak, _ = row.split()
+    assert int(evictions) > 0 and peak == ["5.12", "KB"]
+    assert cli.main([*arguments, "210B"]) == 1
 
 
 def test_best_runs_all_heuristics_and_names_the_cheapest(trace, capsys):

@@ -104,7 +104,7 @@ def test_recomputation_without_end_is_ended(program):
 
 def test_a_heuristic_must_be_one_that_there_is(program):
     with pytest.raises(
-        ValueError, match="`heuristic` must be one of dtr_eq, .*'best'"
+        ValueError, match="`heuristic` must be one of auto, dtr_eq, .*'best'"
     ):
         simulate(program, 100, "best")
 

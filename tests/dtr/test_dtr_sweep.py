@@ -29,7 +29,7 @@ def row(megabytes, seconds, heuristic="dtr_eq", peak=None):
 PLAIN = Row(None, step_seconds=0.9, peak_bytes=10**8)
 UNLIMITED = row(0, 1.0)
 FAILED = Row(
-    kmem.DTR(20_000_000),
+    kmem.DTR(20_000_000, heuristic="dtr_eq"),
     predicted_seconds=float("inf"),
     predicted_peak_bytes=float("inf"),
     error="no room: at least 25.00 MB",
@@ -96,7 +96,9 @@ def test_the_picture_holds_the_numbers():
 def test_a_picture_is_drawn_of_what_mostly_fails(tmp_path):
     pytest.importorskip("matplotlib")
     plain = Row(None, error="out of memory")
-    Sweep((plain, UNLIMITED, FAILED)).plot(tmp_path / "sweep.svg")
+    Sweep((plain, UNLIMITED, FAILED), pool_bytes=10**8).plot(
+        tmp_path / "sweep.svg"
+    )
     assert "svg" in (tmp_path / "sweep.svg").read_text()
 
 
