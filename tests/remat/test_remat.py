@@ -557,6 +557,40 @@ def test_a_function_that_reads_differently_the_second_time_is_refused():
         tape.gradient(y, plain_layer.trainable_weights)
 
 
+@pytest.mark.parametrize("around", [keras.remat, remat.recompute])
+def test_a_loop_around_it_that_runs_again_is_right_or_an_error(around):
+    weight = keras.Variable([[0.3, 0.5], [-0.2, 0.4]])
+
+    def loop(body):
+        return lambda x: tf.while_loop(
+            lambda i, x: i < 3, lambda i, x: (i + 1, body(x)), (0, x)
+        )[1]
+
+    def layer(x):
+        return tf.tanh(x @ weight)
+
+    def gradients(function):
+        x = tf.constant([[1.0, 2.0]])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(function(x) ** 2)
+        return tape.gradient(loss, [x, weight.value])
+
+    again = around(loop(remat.recompute(layer)))
+    traced = tf.function(lambda: gradients(again), autograph=False)
+    for found, wanted in zip(
+        gradients(again), gradients(loop(layer)), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, 1e-6)
+    if around is keras.remat:
+        # TensorFlow's own, when a step is traced: never wrong in silence.
+        with pytest.raises(ValueError, match="is out of scope"):
+            traced()
+        return
+    for found, wanted in zip(traced(), gradients(again), strict=True):
+        np.testing.assert_allclose(found, wanted, 1e-6)
+
+
 @pytest.mark.parametrize("case", remat_cases.CASES, ids=lambda c: c.__name__)
 def test_layers_of_keras_may_run_twice(case):
     for layer in built(case, plain).block:
