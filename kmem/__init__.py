@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # For editors: what `_MODULES` says.
     from kmem import remat as remat
     from kmem.budget.estimate import Estimate as Estimate
     from kmem.budget.estimate import estimate as estimate
+    from kmem.budget.largest import LargestBatch as LargestBatch
+    from kmem.budget.largest import largest_batch as largest_batch
     from kmem.budget.planner import plan as plan
     from kmem.budget.sweeper import sweep as sweep
     from kmem.dtr.sweep import Sweep as Sweep
@@ -48,6 +50,7 @@ if TYPE_CHECKING:  # For editors: what `_MODULES` says.
 _MODULES = {
     "kmem": "callbacks distributed dtr losses memory multilevel planning remat",
     "kmem.budget.estimate": "Estimate estimate",
+    "kmem.budget.largest": "LargestBatch largest_batch",
     "kmem.budget.planner": "plan",
     "kmem.budget.sweeper": "sweep",
     "kmem.dtr.sweep": "Sweep",

@@ -21,10 +21,10 @@ from kmem.options import MemoryArguments
 
 # Of the specification, and what has become public besides.
 NAMES = """
-    DTR Estimate Genetic GradientAccumulation MemoryOptions MicroBatches
-    MixedPrecision Model Plan Remat ShardedStrategy Sharding Sweep callbacks
-    distributed dtr estimate losses memory multilevel plan planning profile
-    remat report sweep wrap
+    DTR Estimate Genetic GradientAccumulation LargestBatch MemoryOptions
+    MicroBatches MixedPrecision Model Plan Remat ShardedStrategy Sharding
+    Sweep callbacks distributed dtr estimate largest_batch losses memory
+    multilevel plan planning profile remat report sweep wrap
 """.split()
 
 

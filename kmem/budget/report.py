@@ -1,6 +1,7 @@
 """What `memory_budget` chose, and what else there was, as data."""
 
 import dataclasses
+import html
 import math
 
 import tensorflow as tf
@@ -87,6 +88,11 @@ class MemoryReport:
     def slowdown(self, choice: Choice) -> float:
         """The time of a choice's step, relative to the plain one's."""
         return choice.predicted_seconds / self.plain.predicted_seconds
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        lines = [self.summary(), *map(str, self.choices), *self.events]
+        return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
     def summary(self) -> str:
         """One line for the log."""

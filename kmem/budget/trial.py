@@ -193,7 +193,7 @@ class Trial:
         installed; what it changes is given back."""
         if self.session is None:
             self.session = Session(self._model, self._options, self.plan)
-            self._step = _any_size(self.session, self._batch)
+            self._step = any_size(self.session, self._batch)
         specs = batches.with_rows(self._batch, self.rows(size))
         self.session.changes.build(specs)
         with self.session.changes.undone():
@@ -202,7 +202,7 @@ class Trial:
             yield lambda: self._step(*data)
 
 
-def _any_size(session: Session, batch: Any) -> Callable:
+def any_size(session: Session, batch: Any) -> Callable:
     """A session's step as a function of the tensors of a batch of any size."""
     take = session.on_batch()
     specs = batches.with_rows(batch, None)

@@ -29,6 +29,10 @@ _MODULES = {
         "kmem.commands.estimate",
         "Tell what a saved model's training step is going to need.",
     ),
+    "largest-batch": (
+        "kmem.commands.largest_batch",
+        "Find the largest batch with which a saved model trains.",
+    ),
     "launch": (
         "kmem.commands.launch",
         "Run a script in several processes that train one model.",

@@ -14,17 +14,22 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The file, and the batch size."""
-    parser.add_argument(
-        "model",
-        type=arguments.existing_file,
-        help="a .keras file, of layers of Keras's own",
-    )
+    add_file(parser)
     parser.add_argument(
         "--batch",
         type=arguments.positive,
         required=True,
         metavar="SIZE",
         help="the batch size",
+    )
+
+
+def add_file(parser: argparse.ArgumentParser) -> None:
+    """The file."""
+    parser.add_argument(
+        "model",
+        type=arguments.existing_file,
+        help="a .keras file, of layers of Keras's own",
     )
 
 

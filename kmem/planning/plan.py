@@ -7,6 +7,7 @@ replayed, drawn and compared wherever it is loaded; it is saved as JSON.
 import collections
 import dataclasses
 import functools
+import html
 import itertools
 import json
 import os
@@ -125,6 +126,10 @@ class Plan:
         """A step that keeps everything, replayed."""
         graph = self.network.graph
         return simulate(graph, graph.program)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{html.escape(self.summary())}</pre>"
 
     def summary(self) -> str:
         """The plan in words, a line for each of its segments."""

@@ -143,6 +143,8 @@ def test_the_summary_tells_what_is_predicted_and_recomputed():
         "    layer_0 ... layer_1",
     ]
     assert "budget          auto" in make_plan(budget_bytes=None).summary()
+    shown = make_plan()._repr_html_()
+    assert shown == f"<pre>{make_plan().summary()}</pre>"
     uncertain = make_plan(spread_bytes=2_000_000).summary()
     assert "predicted peak  53.01 MB to 55.01 MB, unplanned" in uncertain
 

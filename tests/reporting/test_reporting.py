@@ -88,6 +88,12 @@ def model():
     return made
 
 
+def test_a_notebook_shows_a_report():
+    shown = REPORT._repr_html_()
+    assert shown.startswith("<pre>memory_budget 100.00 MB: ")
+    assert "out of memory, planned anew for &lt; 90 MB</pre>" in shown
+
+
 def test_the_bytes_at_a_peak_are_those_of_its_operations():
     step = steps.step_of(PLAIN, GRAPHS)
     # When the backward pass of the last layer but one runs: five values, the
