@@ -37,6 +37,13 @@ LONGEST = """
 """.split()
 
 
+def pytest_collection_finish():
+    # What all tests share, TensorFlow above all, is half of what Python would
+    # look through at each of its collections.
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     tests = pathlib.Path(__file__).parent
     places = {tests / name: place for place, name in enumerate(LONGEST)}
