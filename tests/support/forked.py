@@ -4,6 +4,7 @@ To import them takes longer than most of what a test runs in a process of its
 own. A server imports them once, runs no operation, and is forked for each run.
 """
 
+import gc
 import multiprocessing
 import os
 import pathlib
@@ -44,6 +45,7 @@ def run(
 
 
 def _run(code, environment, argv, paths) -> None:
+    gc.freeze()  # TensorFlow and Keras: what is not collected is not copied.
     for number, path in enumerate(paths, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
