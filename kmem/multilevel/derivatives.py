@@ -17,9 +17,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmem.base import patching
 from kmem.base.patching import Context
 from kmem.graph import ordering
+from kmem.multilevel import second_order
 from kmem.multilevel.loss import Substituted
 from kmem.multilevel.loss import assign
 from kmem.multilevel.loss import read
@@ -48,6 +48,8 @@ class Derivatives(abc.ABC):
     def __init__(self, name: str, num_parts: int, ordered: bool):
         self.name = name
         self.workers = OneProcess()
+        # Of the model that its steps start from, if any.
+        self.start_variables: list = []
         self._num_parts = num_parts
         self._ordered = ordered or num_parts > 1
         self._is_idle = False
@@ -61,6 +63,11 @@ class Derivatives(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def num_logged(self) -> int:
+        """How many values `loss_and_metrics` gives."""
+
+    @property
+    @abc.abstractmethod
     def state(self) -> list:
         """Keras's variables that the loss assigns, such as random seeds."""
 
@@ -71,7 +78,11 @@ class Derivatives(abc.ABC):
 
     @abc.abstractmethod
     def loss_of(self, batch: Any) -> tf.Tensor:
-        """The loss of a batch, or of a micro-batch."""
+        """The loss of a batch, or of a micro-batch, alone."""
+
+    @abc.abstractmethod
+    def loss_and_metrics(self, batch: Any) -> Tensors:
+        """The loss, and what else the user's function gives for the logs."""
 
     @abc.abstractmethod
     def look_once(self, batch: Any) -> None:
@@ -85,6 +96,20 @@ class Derivatives(abc.ABC):
     def steps(self) -> list:
         """Its updates since the level above made its last one."""
         return vars(self._local).setdefault("steps", [])
+
+    @property
+    def residuals(self) -> list:
+        """What solvers left of gradients that passed, relative to them."""
+        return vars(self._local).setdefault("residuals", [])
+
+    @property
+    def guess(self) -> list:
+        """The variables with the solution of the step before, if any."""
+        return vars(self._local).get("guess", [])
+
+    def guessing(self, variables: list) -> Context:
+        """Within, solvers start from these variables, and assign them."""
+        return self._set("guess", variables)
 
     @property
     def reached(self) -> set[int]:
@@ -147,11 +172,13 @@ class Derivatives(abc.ABC):
         batch: Any,
         wrt: list | None = None,
         at: Tensors | None = None,
-    ) -> tuple[tf.Tensor, Tensors]:
-        """The loss, and its gradient; see `gradient`."""
+    ) -> tuple[Tensors, Tensors]:
+        """The loss with what else goes into the logs, and the loss's gradient;
+        see `gradient`."""
         wrt = self.variables if wrt is None else wrt
         if self._is_idle:
-            return tf.zeros([]), self._stand_ins(wrt)
+            logged = [tf.zeros([])] * self.num_logged
+            return logged, self._stand_ins(wrt)
         self.look_once(batch)
         scale = self._scale
 
@@ -161,15 +188,16 @@ class Derivatives(abc.ABC):
             # Gradients within as well: they may run some of the loss again.
             with Substituted(values):
                 with _watching(sources) as tape:
-                    loss = self.loss_of(microbatch)
-                    scaled = _scaled(loss, scale)
+                    logged = self.loss_and_metrics(microbatch)
+                    scaled = _scaled(logged[0], scale)
                 gradients = tape.gradient(scaled, sources)
             gradients = self._dense(gradients, sources, wrt)
             self._hold_back(gradients)
-            return [loss, *gradients]
+            return [*gradients, *logged]
 
-        loss, *gradients = self.mean(of_microbatch, batch)
-        return loss, _unscaled(gradients, scale)
+        means = self.mean(of_microbatch, batch)
+        gradients, logged = means[: len(wrt)], means[len(wrt) :]
+        return logged, _unscaled(gradients, scale)
 
     def directional_gradient(
         self,
@@ -224,8 +252,7 @@ class Derivatives(abc.ABC):
             self._hold_back(products)
             return products
 
-        exact = patching.attribute(tf.nn, "moments", _moments)
-        with self.replayed(batch), self._explained(), exact:
+        with self.replayed(batch), self._explained(), second_order.exact():
             # Else the forward pass would run ahead of what asks for it.
             eager = tf.executing_eagerly()
             with tf.control_dependencies([] if eager else direction):
@@ -366,20 +393,3 @@ def _unscaled(tensors: Tensors, scale: tf.Tensor | None) -> Tensors:
     if scale is None:
         return tensors
     return [t / tf.cast(scale, t.dtype) for t in tensors]
-
-
-def _moments(x, axes, shift=None, keepdims=False, name=None):
-    """The mean and the variance, as `tf.nn.moments` gives them.
-
-    That one takes the mean in the variance for constant: right for a gradient,
-    but products with the Hessian of a net that normalizes are wrong by it.
-    """
-    dtype = x.dtype
-    if dtype == tf.float16:
-        x = tf.cast(x, tf.float32)
-    mean = tf.reduce_mean(x, axes, keepdims=True)
-    squares = tf.math.squared_difference(x, mean)
-    variance = tf.reduce_mean(squares, axes, keepdims=True)
-    if not keepdims:
-        mean, variance = tf.squeeze(mean, axes), tf.squeeze(variance, axes)
-    return tf.cast(mean, dtype), tf.cast(variance, dtype)

@@ -19,6 +19,7 @@ from kmem.base.patching import Context
 from kmem.base.patching import together
 from kmem.base.private_keras import all_layers
 from kmem.multilevel import loss as losses
+from kmem.multilevel import updates
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
 from kmem.multilevel.hypergradients import Identity
@@ -35,10 +36,16 @@ class Level(Derivatives):
             learns.
         loss: A function of a batch, `loss(x, y)` for batches `(x, y)`, that
             returns a scalar: a mean over the batch's examples. It calls
-            whatever models it likes, those of other levels included.
+            whatever models it likes, those of other levels included. It may
+            return a pair, the loss and a dictionary of scalars for the logs,
+            means too: `loss, {"accuracy": accuracy}`. What the regularizers
+            of the level's own weights give is added, as Keras's `fit` adds it.
         optimizer: A `keras.optimizers.Optimizer`, or the name of one.
         name: The level's name; the model's by default.
         unroll_steps: The level's updates before the level above makes one.
+        start: A model with the same weights, such as that of a level above:
+            before the level's `unroll_steps` its weights are set to those, and
+            its optimizer begins anew. With `Unrolled` gradients go on to it.
         hypergradient: How gradients pass through this level to others:
             `Identity()` by default.
         roll_back: Once the level above made its update, go back to where this
@@ -84,6 +91,7 @@ class Level(Derivatives):
         *,
         name: str | None = None,
         unroll_steps: int = 1,
+        start: keras.Model | None = None,
         hypergradient: Any = None,
         roll_back: bool = False,
         tasks_per_update: int = 1,
@@ -107,8 +115,9 @@ class Level(Derivatives):
         ):
             raise ValueError(
                 "`hypergradient` must be an object: `Identity()`, "
-                "`FiniteDifference()`, `Neumann()`, `ConjugateGradient()` or "
-                f"`Unrolled()`. Received: hypergradient={hypergradient!r}"
+                "`FiniteDifference()`, `SAMA()`, `Neumann()`, "
+                "`ConjugateGradient()`, `MinimalResidual()` or `Unrolled()`. "
+                f"Received: hypergradient={hypergradient!r}"
             )
         if clipnorm is not None:
             positive(clipnorm, "clipnorm")
@@ -123,6 +132,9 @@ class Level(Derivatives):
             tasks_per_update, "tasks_per_update"
         )
         self.clipnorm = clipnorm
+        self.start: keras.Model | None = None
+        # The names of what it gives for the logs, as far as is known.
+        self.logged: tuple[str, ...] = ("loss",)
         self.options = MemoryOptions(
             microbatches=microbatches,
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -134,12 +146,38 @@ class Level(Derivatives):
             num_parts=self.options.num_parts * self.num_batches,
             ordered=remat is not None,
         )
-        if self.keeps_steps:
-            Unrolled.check(self)
+        if self.kept_steps:
+            updates.check(self, type(self.hypergradient).__name__)
+        if start is not None:
+            self._set_start(start)
         # Those that its loss may call; the program knows them all.
         self.models = [model]
         self.plan: LevelPlan | None = None
         self._looked: losses.Looking | None = None
+
+    def _set_start(self, start: keras.Model) -> None:
+        shapes = [v.shape for v in self.model.weights]
+        if not isinstance(start, keras.Model) or shapes != [
+            v.shape for v in start.weights
+        ]:
+            raise ValueError(
+                "`start` must be a model with weights of the same shapes, "
+                "built as the level's own is. Received: level "
+                f"'{self.name}' with start={start!r}"
+            )
+        hypergradient = self.hypergradient
+        if (
+            isinstance(hypergradient, Unrolled)
+            and self.kept_steps < self.unroll_steps
+        ):
+            raise ValueError(
+                "`Unrolled` must go through all `unroll_steps` of a level "
+                "with a `start`, to arrive there. Received: level "
+                f"'{self.name}' with unroll_steps={self.unroll_steps} and "
+                f"{hypergradient}"
+            )
+        self.start = start
+        self.start_variables = start.trainable_variables
 
     @property
     def num_batches(self) -> int:
@@ -152,9 +190,10 @@ class Level(Derivatives):
         return self.model.trainable_variables
 
     @property
-    def keeps_steps(self) -> bool:
-        """Whether its hypergradient wants to know its last updates."""
-        return isinstance(self.hypergradient, Unrolled)
+    def kept_steps(self) -> int:
+        """How many of its last updates its hypergradient wants to know."""
+        kept: Any = getattr(self.hypergradient, "kept_steps", None)
+        return kept(self.unroll_steps) if kept else 0
 
     @property
     def state(self) -> list:
@@ -205,6 +244,9 @@ class Level(Derivatives):
                 "model, or set `trainable=True` on its layers. Received: "
                 f"level '{self.name}' of model '{self.model.name}'"
             )
+        # Its steps read what they start from.
+        start = self.start.weights if self.start else []
+        looking.read |= {id(variable): variable for variable in start}
         self._looked = looking
         remat = self.options.remat
         if remat is not None:
@@ -232,10 +274,24 @@ class Level(Derivatives):
         return together(contexts())
 
     def loss_of(self, batch: Any) -> tf.Tensor:
-        """The loss of a batch."""
+        """The loss of a batch, and what the weights' regularizers add."""
+        return self.loss_and_metrics(batch)[0]
+
+    def loss_and_metrics(self, batch: Any) -> Tensors:
+        """The same, and what the loss gives for the logs."""
         is_tuple = isinstance(batch, tuple | list)
         arguments = tuple(batch) if is_tuple else (batch,)
-        return losses.value(self.loss, arguments, self.name)
+        found = losses.values(self.loss, arguments, self.name)
+        self.logged = tuple(found)
+        loss, *metrics = found.values()
+        penalties = losses.penalties(self.variables)
+        loss = tf.add_n([loss, *(tf.cast(p, loss.dtype) for p in penalties)])
+        return [loss, *metrics]
+
+    @property
+    def num_logged(self) -> int:
+        """What the loss gives for the logs, itself included."""
+        return len(self.logged)
 
     def clipped(self, gradients: Tensors) -> Tensors:
         """Gradients as the optimizer gets them."""

@@ -203,6 +203,7 @@ def _state(program, structure) -> list:
         *(v for metric in program.metrics for v in metric.variables),
         *(v for level in structure.levels for v in level.model.variables),
         *(v for level in structure.levels for v in level.state),
+        *(v for guess in structure.guesses.values() for v in guess),
         *(v for each in structure.optimizers for v in each.variables),
     ]
     return list({id(variable): variable for variable in variables}.values())

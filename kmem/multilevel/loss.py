@@ -25,21 +25,42 @@ from kmem.step import capture
 from kmem.step import loss_terms
 
 
-def value(loss: Callable, arguments: tuple, name: str) -> tf.Tensor:
-    """What the loss of a level is, in 32 bits at least."""
+def values(loss: Callable, arguments: tuple, name: str) -> dict[str, Any]:
+    """What the loss of a level is, and its metrics, in 32 bits at least.
+
+    Returns:
+        The loss by the name "loss", which is the first one, and the metrics
+        by theirs.
+    """
     means: Any = loss_terms.Means()
     with loss_terms.recording(means):
         result = loss(*arguments)
-    is_number = isinstance(result, int | float) or keras.ops.is_tensor(result)
-    shape = tf.convert_to_tensor(result).shape if is_number else None
+    metrics: Any = {}
+    if isinstance(result, tuple) and len(result) == 2:
+        result, metrics = result
+    if not isinstance(metrics, dict) or "loss" in metrics:
+        raise ValueError(
+            "What a level's loss returns beside a scalar must be a dictionary "
+            'of scalars for the logs, without the name "loss". '
+            f"Received: level '{name}' with {metrics!r}"
+        )
+    scalars = {"loss": result} | metrics
+    return {key: _scalar(each, key, name) for key, each in scalars.items()}
+
+
+def _scalar(value: Any, key: str, name: str) -> tf.Tensor:
+    is_number = isinstance(value, int | float) or keras.ops.is_tensor(value)
+    shape = tf.convert_to_tensor(value).shape if is_number else None
     if shape is None or shape.rank != 0:
-        what = type(result).__name__ if shape is None else f"shape {shape}"
+        what = type(value).__name__ if shape is None else f"shape {shape}"
         raise ValueError(
             "A level's loss must return a scalar, the mean over the batch's "
             "examples: add up several losses, and end with `keras.ops.mean`. "
-            f"Received: level '{name}' with a loss of {what}"
+            "It may return a pair, with a dictionary of scalars for the logs. "
+            f"Received: level '{name}' with a {key} of {what}"
         )
-    return _in_32_bits(tf.convert_to_tensor(result))
+    tensor = _in_32_bits(tf.convert_to_tensor(value))
+    return tensor if key == "loss" else tf.cast(tensor, tf.float32)
 
 
 def giving_32_bits(models: list) -> patching.Context:
@@ -53,6 +74,11 @@ def giving_32_bits(models: list) -> patching.Context:
         return cast
 
     return _calls_replaced(models, casting)
+
+
+def penalties(variables: list) -> list:
+    """What the regularizers of variables give, wherever they are read."""
+    return [v.regularizer(v) for v in variables if v.regularizer is not None]
 
 
 def in_32_bits(model: keras.Model) -> patching.Context:

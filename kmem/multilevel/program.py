@@ -15,6 +15,7 @@ from kmem.graph import releasing
 from kmem.keras_graph import profiling
 from kmem.multilevel import feeding
 from kmem.multilevel import level_plan
+from kmem.multilevel import logs
 from kmem.multilevel import structure
 from kmem.multilevel import workers
 from kmem.multilevel.level import Level
@@ -32,9 +33,10 @@ class Program(keras.Model):
     `unroll_steps` before each update of the one above that reads it.
     Callbacks, `History`, `steps_per_execution` and checkpoints are Keras's:
     `save_weights` saves all of the levels' weights and optimizers. Logs hold
-    the mean of each level's loss as `<name>_loss`. `loss` is the top level's,
-    which is what a program minimizes, and not a number once any level's is
-    not: `TerminateOnNaN` and other callbacks look there.
+    the mean of each level's loss as `<name>_loss`, and what a solver left of a
+    gradient as `<name>_residual`. `loss` is the top level's, which is what a
+    program minimizes, and not a number once any level's is not:
+    `TerminateOnNaN` and other callbacks look there.
 
     Args:
         levels: A list of `Level`s, lowest first. Levels that read each other
@@ -87,9 +89,8 @@ class Program(keras.Model):
         self.levels = list(levels)
         self._wanted_edges: Any = edges if edges == "infer" else list(edges)
         self._models = [level.model for level in levels]
-        self._trackers = [
-            keras.metrics.Mean(name=f"{level.name}_loss") for level in levels
-        ]
+        self._losses: Any = []
+        self._residuals = logs.residual_trackers(levels)
         self._optimizers = [level.optimizer for level in levels]
         self._structure: Any = None
         self._element: dict[str, Any] = {}
@@ -162,6 +163,8 @@ class Program(keras.Model):
         if self._structure is None:
             with strategy.scope():
                 self._structure = structure.Structure(self.levels, edges)
+                # What losses give for the logs is known now.
+                self._losses = logs.loss_trackers(self.levels)
             self._optimizers = self._structure.optimizers
         self._element = feeding.element_specs(specs, self._counts(), replicas)
         self.built = True
@@ -271,6 +274,7 @@ class Program(keras.Model):
                 self.levels, self._optimizers, strict=True
             ):
                 optimizer.finalize_variable_values(level.variables)
+        logs.warn(self.levels, history.history)
         return history
 
     @contextlib.contextmanager
@@ -296,21 +300,27 @@ class Program(keras.Model):
     def train_step(self, data: dict[str, Any]) -> dict[str, Any]:
         """One update of the top level, and those below as it asks for."""
 
-        def note(number, loss):
-            self._trackers[number].update_state(loss)
+        def note(number, logged):
+            for tracker, value in zip(
+                self._losses[number], logged, strict=True
+            ):
+                tracker.update_state(value)
 
-        Round(self._structure, data, note).update(len(self.levels) - 1)
+        def note_residual(number, residual):
+            tracker = self._residuals[number]
+            if tracker is not None:
+                tracker.update_state(residual)
+
+        one = Round(self._structure, data, note, note_residual)
+        one.update(len(self.levels) - 1)
         for level in self.levels:
             level.steps.clear()
         releasing.forget_gradients()
         return self.get_metrics_result()
 
     def get_metrics_result(self) -> dict[str, Any]:
-        """The logs so far, the means of the levels' losses."""
-        logs: Any = {each.name: each.result() for each in self._trackers}
-        *below, top = logs.values()
-        # Zero times what is not finite is not a number.
-        return {"loss": top + sum(0.0 * loss for loss in below)} | logs
+        """The logs so far, the means of what levels and solvers note."""
+        return logs.results(self._losses, self._residuals)
 
     def save_own_variables(self, store: Any) -> None:
         """Saves what Keras leaves out: the states of random numbers."""
@@ -333,9 +343,15 @@ class Program(keras.Model):
     def _seeds(self) -> list:
         """Variables that no layer saves, those of the losses included."""
         used = [v for level in self.levels for v in level.state]
+        used += self._guesses()
         saved = {id(v) for v in self.weights}
         seeds = {id(v): v for v in (*self.variables, *used)}
         return [v for key, v in seeds.items() if key not in saved]
+
+    def _guesses(self) -> list:
+        """What solvers have kept for the next step."""
+        guesses = self._structure.guesses if self._structure else {}
+        return [variable for each in guesses.values() for variable in each]
 
     def evaluate(self, *args, **kwargs):
         """Evaluates the `validation_model` of the last `fit`.

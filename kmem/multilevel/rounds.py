@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
-from kmem.multilevel import unrolled
+from kmem.multilevel import updates
 from kmem.multilevel.derivatives import Tensors
 from kmem.multilevel.level import Level
 from kmem.multilevel.loss import assign
@@ -43,22 +43,28 @@ class Round:
 
     Args:
         data: For each level's name its batches: one, or several stacked.
-        note: What is told of each update: the level's number, and its loss.
+        note: What is told of each update: the level's number, its loss, and
+            what that gives for the logs.
+        note_residual: What is told of each gradient through a solver: the
+            level's number, and what is left, relative to the gradient.
     """
 
     def __init__(
         self,
         structure: Structure,
         data: dict[str, Any],
-        note: Callable[[int, tf.Tensor], Any],
+        note: Callable[[int, Tensors], Any],
+        note_residual: Callable[[int, tf.Tensor], Any],
     ):
         self._structure = structure
         self._levels = structure.levels
         self._data = data
         self._note = note
+        self._note_residual = note_residual
         # Tensors within a loop of the graph.
         self._taken: list[Any] = [0] * len(self._levels)
         self._last: dict[int, _Last] = {}
+        self._in_loop: set[int] = set()
 
     def update(self, number: int) -> None:
         """Updates a level, once the levels below have been."""
@@ -75,6 +81,7 @@ class Round:
         for _ in range(level.tasks_per_update):
             for child in children:
                 self._levels[child].steps.clear()
+                self._start(child)
                 self._take_steps(child)
             gradients = self._gradient(number, self._next_batch(number))
             sums = list(map(tf.add, sums, gradients)) if sums else gradients
@@ -89,18 +96,40 @@ class Round:
         optimizer = self._structure.optimizers[number]
         return [*self._levels[number].model.variables, *optimizer.variables]
 
+    def _start(self, number: int) -> None:
+        """Sets a level to what its steps start from, if there is such."""
+        level = self._levels[number]
+        if level.start is not None:
+            assign(level.model.weights, read(level.start.weights))
+            fresh = self._structure.fresh[number]
+            assign(
+                [v for v, _ in fresh],
+                [tf.broadcast_to(value, v.shape) for v, value in fresh],
+            )
+
     def _take_steps(self, number: int) -> None:
         """All updates of a level before one of the level above."""
         level = self._levels[number]
         count = level.unroll_steps
         # Replicas cannot meet within a loop of a graph.
         plainly = tf.executing_eagerly() or num_replicas() > 1
-        if count >= _LOOPED_STEPS and not (plainly or level.keeps_steps):
-            self._loop(number, count - 1)
-            # Outside: gradients that pass through the level start from it.
-            count = 1
+        # Outside: gradients that pass through the level start from them.
+        last = max(level.kept_steps, 1)
+        if count >= _LOOPED_STEPS and count > last and not plainly:
+            with self._looping(number):
+                self._loop(number, count - last)
+            count = last
         for _ in range(count):
             self.update(number)
+
+    @contextlib.contextmanager
+    def _looping(self, number: int):
+        """Within, a level's updates are not kept."""
+        self._in_loop.add(number)
+        try:
+            yield
+        finally:
+            self._in_loop.remove(number)
 
     def _loop(self, number: int, count: int) -> None:
         """Makes updates of a level in a loop, which is traced once."""
@@ -137,31 +166,40 @@ class Round:
             scale = _scale(self._structure.optimizers[number])
             for each in self._levels:
                 stack.enter_context(each.scaled(scale))
-            loss, gradients = level.loss_and_gradient(batch, wrt)
+            logged, gradients = level.loss_and_gradient(batch, wrt)
             total, *vectors = _split(gradients, [level, *self._at(tree)])
             for other, vector in zip(tree, vectors, strict=True):
-                through = self._through(other, vector, tree[other], number)
+                path = number, other
+                through = self._through(path, vector, tree[other])
                 total = list(map(tf.add, total, through))
         reached = self._reached(number, {number: None, **tree})
         if not reached:
             self._refuse_standing_still(number)
         self._warn_of_standing_still(number, reached)
-        self._note(number, loss)
+        self._note(number, logged)
         return total
 
     def _through(
-        self, number: int, vector: Tensors, tree: Tree, top: int
+        self, path: tuple[int, ...], vector: Tensors, tree: Tree
     ) -> Tensors:
-        """Takes a gradient through a level, and on to the top one."""
+        """Takes a gradient through a level, and on to the top one.
+
+        `path` is where it came from: the top one first, the level last.
+        """
+        top, *_, number = path
         level, last = self._levels[number], self._last[number]
         targets = self._at(tree)
         wrt = [variable for each in targets for variable in each.variables]
-        with level.replayed(last.batch, last.state):
+        level.residuals.clear()
+        guess = self._structure.guesses.get(path, [])
+        with level.replayed(last.batch, last.state), level.guessing(guess):
             products = level.hypergradient(vector, level, last.batch, wrt)
+        for residual in level.residuals:
+            self._note_residual(number, residual)
         total: Tensors = []
         for other, each in zip(tree, _split(products, targets), strict=True):
             if other != top:
-                each = self._through(other, each, tree[other], top)
+                each = self._through((*path, other), each, tree[other])
             total = list(map(tf.add, total, each)) if total else each
         return total
 
@@ -205,16 +243,17 @@ class Round:
         raise ValueError(
             "A level's loss must have a gradient with regard to its variables, "
             "by itself or through levels below that read them. No gradient "
-            f"reaches level '{names[number]}'. Look for `stop_gradient`, "
-            "NumPy, integers or rounding in the losses on its paths, and at "
-            f"`edges` that are left out. Received: the paths {received}"
+            f"reaches level '{names[number]}'. Levels come lowest first. "
+            "Look for `stop_gradient`, NumPy, integers or rounding in the "
+            "losses on its paths, and at `edges` that are left out. "
+            f"Received: the paths {received}"
         )
 
     def _apply(self, number: int, gradients: Tensors) -> None:
         level, last = self._levels[number], self._last[number]
         step = None
-        if level.keeps_steps:
-            step = unrolled.noted(level, last.batch, last.state, gradients)
+        if level.kept_steps and number not in self._in_loop:
+            step = updates.noted(level, last.batch, last.state, gradients)
         gradients = level.clipped(gradients)
         optimizer = self._structure.optimizers[number]
         scale = _scale(optimizer)
@@ -222,7 +261,7 @@ class Round:
             gradients = [t * tf.cast(scale, t.dtype) for t in gradients]
         level.workers.apply(optimizer, gradients, level.variables)
         if step is not None:
-            unrolled.finish(level, step)
+            updates.finish(level, step, level.kept_steps)
 
     def _next_batch(self, number: int) -> Any:
         """The level's next batch: the union of several if it accumulates."""

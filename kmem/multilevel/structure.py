@@ -15,11 +15,14 @@ from collections.abc import Iterable
 from typing import Any
 from typing import Literal
 
+import keras
+import numpy as np
 from keras.optimizers import LossScaleOptimizer
 
 from kmem import precision
 from kmem.base.sizes import format_size
 from kmem.multilevel.level import Level
+from kmem.multilevel.workers import num_replicas
 from kmem.step import batches
 
 Edges = frozenset[tuple[int, int]]
@@ -36,6 +39,10 @@ class Structure:
         edges: Which level reads which.
         trees: For each level, where its loss's gradient passes through.
         optimizers: The levels' optimizers, or what scales their losses.
+        guesses: For each path to a level that starts from the solution of the
+            step before, variables with that.
+        fresh: For each level that starts anew, its optimizer's variables with
+            their first values.
         children: For each level, the levels that step before it does.
         num_updates: For each level, its updates in a round.
         num_batches: For each level, the loader's batches in a round.
@@ -52,6 +59,17 @@ class Structure:
             _optimizer(level, [level, *(levels[i] for i in _passed(tree))])
             for level, tree in zip(levels, self.trees, strict=True)
         ]
+        self.guesses: dict[tuple[int, ...], list] = {
+            (top, *path): _guess(levels[path[-1]])
+            for top, tree in enumerate(self.trees)
+            for path in _heads(tree)
+            if getattr(levels[path[-1]].hypergradient, "warm_start", False)
+        }
+        self.fresh = {
+            number: _fresh(level)
+            for number, level in enumerate(levels)
+            if level.start is not None
+        }
         # What makes a level step: the first above that reads it, or the top.
         parents = [
             min((a for a, b in edges if b == level < a), default=numbers[-1])
@@ -233,6 +251,51 @@ def _paths(edges: Edges, top: int) -> Tree:
         for reader, other in sorted(edges)
         if reader == top > other and (tree := onward(other, frozenset({other})))
     }
+
+
+def _fresh(level: Level) -> list[tuple[Any, Any]]:
+    """What begins anew with an optimizer: its learning rate does not.
+
+    The values are those of one that has made no step: a number where all
+    entries are equal, so that no graph has to hold them.
+    """
+    optimizer = getattr(level.optimizer, "inner_optimizer", level.optimizer)
+    new = type(optimizer).from_config(optimizer.get_config())
+    new.build(level.variables)
+    pairs = zip(optimizer.variables, new.variables, strict=True)
+    values = [
+        (v, first.numpy()) for v, first in pairs if v.name != "learning_rate"
+    ]
+    return [
+        (v, first.flat[0] if first.size and np.ptp(first) == 0 else first)
+        for v, first in values
+    ]
+
+
+def _heads(tree: Tree) -> set[tuple[int, ...]]:
+    """The paths to each level that a gradient passes."""
+    return {
+        tuple(route[:length])
+        for route in routes(tree)
+        for length in range(1, len(route))
+    }
+
+
+def _guess(level: Level) -> list[keras.Variable]:
+    if num_replicas() > 1:
+        raise ValueError(
+            "`warm_start` keeps a solution for the next step, which replicas "
+            "of a `tf.distribute` strategy cannot: leave it out. Received: "
+            f"level '{level.name}' with {level.hypergradient}"
+        )
+    return [
+        keras.Variable(
+            keras.ops.zeros(v.shape, v.dtype),
+            trainable=False,
+            name=f"{level.name}_guess",
+        )
+        for v in level.variables
+    ]
 
 
 def _reachable(edges: Edges, start: int, top: int) -> set[int]:

@@ -1,89 +1,61 @@
 """How a gradient passes through updates that a level made, step by step.
 
-An update is w', m' = U(w, m, g(w, x)) with g = dL/dw, so that its adjoint is
-that of U, and then, of what arrives at g, products with second derivatives of
-L. U is what `keras.optimizers.SGD` does: clipping, weight decay, momentum and
-constraints, written with tensors, since Keras assigns variables. What this
-module does not do: other optimizers.
+An update is w', s' = U(w, s, g(w, x)) with g = dL/dw, so that its adjoint is
+that of U (kmem/multilevel/updates.py), and then, of what arrives at g, products
+with second derivatives of L. What this module does not do: keep activations of
+more than one step.
 """
 
 import dataclasses
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from kmem.base import private_keras
+from kmem.base.checks import positive_int
+from kmem.multilevel import updates
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
-from kmem.multilevel.loss import read
 from kmem.step.parts import zeros
-
-
-@dataclasses.dataclass
-class Step:
-    """An update of a level.
-
-    Attributes:
-        state: What the loss assigns, such as random seeds, before it.
-        gradients: What the level gave to be applied, before it was clipped.
-        values: The level's variables before it.
-        velocities: Those of its optimizer before it.
-        number: The updates that the optimizer had made before.
-        made: Whether it was made: a scaled loss may overflow.
-    """
-
-    batch: Any
-    state: Tensors
-    gradients: Tensors
-    values: Tensors
-    velocities: Tensors
-    learning_rate: tf.Tensor
-    number: tf.Tensor
-    made: Any = True
-
-
-def noted(
-    level: Derivatives, batch, state: Tensors, gradients: Tensors
-) -> Step:
-    """What is to be known of an update that is about to be made."""
-    optimizer = level.optimizer
-    values = level.values()
-    velocities = read(optimizer.momentums if optimizer.momentum else [])
-    return Step(
-        batch,
-        state,
-        gradients,
-        values,
-        velocities or [zeros(value.shape, value.dtype) for value in values],
-        tf.convert_to_tensor(optimizer.learning_rate),
-        tf.convert_to_tensor(optimizer.iterations),
-    )
-
-
-def finish(level: Derivatives, step: Step) -> None:
-    """Adds an update to the level's, now that it was made, or was not."""
-    step.made = tf.convert_to_tensor(level.optimizer.iterations) != step.number
-    level.steps.append(step)
 
 
 @dataclasses.dataclass(frozen=True)
 class Unrolled:
-    """Through the level's last `unroll_steps` updates by SGD, step by step.
+    """Through the level's last updates, step by step.
 
-    The adjoint of each update, with its clipping, momentum, weight decay and
-    constraints, at the weights, batches and random numbers that it had. It
-    keeps the weights of every step, and activations of one; in eager mode the
-    steps' gradients and velocities, too.
+    The adjoint of each update, with its clipping, the optimizer's momentum or
+    whatever it keeps, weight decay and constraints, at the weights, batches and
+    random numbers that it had. It keeps the weights and the optimizer's
+    variables of every step that is passed, and activations of one; in eager
+    mode the steps' gradients, too.
+
+    Through a level with a `start` it goes on to the variables of that, which
+    makes the gradient of MAML (Finn et al., ICML 2017).
+
+    Args:
+        steps: Through so many of the last steps only; those before are taken
+            for constant. `None` is all `unroll_steps` of the level.
+
+    Raises:
+        ValueError: If `steps` is not a positive integer.
 
     Example:
 
     ```python
     from kmem.multilevel import Unrolled
 
-    hypergradient = Unrolled()
+    hypergradient = Unrolled(steps=5)
     ```
     """
+
+    steps: int | None = None
+
+    def __post_init__(self):
+        if self.steps is not None:
+            positive_int(self.steps, "steps")
+
+    def kept_steps(self, unroll_steps: int) -> int:
+        """Of a level's updates those that are to be known."""
+        return min(self.steps or unroll_steps, unroll_steps)
 
     def __call__(
         self, vector: Tensors, level: Derivatives, batch: Any, wrt: list
@@ -95,19 +67,14 @@ class Unrolled:
         Raises:
             ValueError: If the level made no steps within the program's.
         """
-        if not level.steps:
-            raise ValueError(
-                "`Unrolled` needs the steps of a level that was trained by a "
-                f"`Program` just before. Received: level '{level.name}' "
-                "without steps"
-            )
+        steps = updates.made_steps(level, "Unrolled")
         of_weights = vector
-        of_velocity = [zeros(v.shape, v.dtype) for v in vector]
+        of_slots = [zeros(s.shape, s.dtype) for s in steps[0].slots]
         of_others = [zeros(v.shape, v.dtype) for v in wrt]
         num_own = len(level.variables)
-        for step in reversed(level.steps):
-            of_gradient, weights, velocity = _through_update(
-                level, step, of_weights, of_velocity
+        for step in reversed(steps):
+            of_gradient, weights, slots = updates.adjoint(
+                level, step, of_weights, of_slots
             )
             with level.replayed(step.batch, step.state):
                 products = level.directional_gradient(
@@ -118,95 +85,7 @@ class Unrolled:
                 )
             weights = list(map(tf.add, weights, products[:num_own]))
             others = list(map(tf.add, of_others, products[num_own:]))
-            of_weights = _if(step.made, weights, of_weights)
-            of_velocity = _if(step.made, velocity, of_velocity)
-            of_others = _if(step.made, others, of_others)
-        return of_others
-
-    @staticmethod
-    def check(level: Derivatives) -> None:
-        """Refuses updates whose adjoint this is not.
-
-        Raises:
-            ValueError: If the level's optimizer is not SGD, or does not make
-                an update of every gradient, and of it alone.
-        """
-        optimizer = level.optimizer
-        settings = [
-            f"{name}={getattr(optimizer, name)}"
-            for name in (
-                "gradient_accumulation_steps",
-                "ema_overwrite_frequency",
-            )
-            if getattr(optimizer, name, None)
-        ]
-        if type(optimizer) is not keras.optimizers.SGD or settings:
-            raise ValueError(
-                "`Unrolled` needs a level that is trained by "
-                "`keras.optimizers.SGD`, without `ema_overwrite_frequency` or "
-                "`gradient_accumulation_steps`, which the level itself has: "
-                "use that, or `Identity`, `Neumann` or `ConjugateGradient`. "
-                f"Received: level '{level.name}' with "
-                f"{type(optimizer).__name__} {' '.join(settings)}".rstrip()
-            )
-
-
-def _through_update(
-    level: Derivatives, step: Step, of_weights: Tensors, of_velocity: Tensors
-) -> tuple[Tensors, Tensors, Tensors]:
-    """The adjoint of an update: of its gradient, weights and velocity."""
-    with tf.GradientTape(persistent=True) as tape:
-        tape.watch([step.gradients, step.values, step.velocities])
-        clipped = _clipped(level, step.gradients)
-        after = _updated(level, step, clipped)
-    # TensorFlow's types know of no structures.
-    gradient: Any = tape.gradient
-    of_clipped, *rest = gradient(
-        after,
-        [clipped, step.values, step.velocities],
-        output_gradients=(of_weights, of_velocity),
-        unconnected_gradients=tf.UnconnectedGradients.ZERO,
-    )
-    of_gradient = gradient(clipped, step.gradients, output_gradients=of_clipped)
-    # Norms have no derivative at zero, where clipping changes nothing.
-    is_zero = tf.equal(tf.linalg.global_norm(step.gradients), 0)
-    return _if(is_zero, of_clipped, of_gradient), *rest
-
-
-def _clipped(level: Derivatives, gradients: Tensors) -> Tensors:
-    """The gradients as they are applied."""
-    clip = getattr(level.optimizer, private_keras.CLIP)
-    clipped = clip(level.clipped(gradients))
-    return list(map(tf.identity, clipped))
-
-
-def _updated(
-    level: Derivatives, step: Step, gradients: Tensors
-) -> tuple[Tensors, Tensors]:
-    """What `keras.optimizers.SGD` makes of the weights and velocities."""
-    optimizer = level.optimizer
-    decays = getattr(optimizer, private_keras.USE_WEIGHT_DECAY)
-    weights, velocities = [], []
-    for variable, w, m, g in zip(
-        level.variables, step.values, step.velocities, gradients, strict=True
-    ):
-        # As Keras casts them: a number of Python's becomes float32 first.
-        cast: Any = keras.ops.cast
-        rate = cast(step.learning_rate, w.dtype)
-        momentum = cast(optimizer.momentum, w.dtype)
-        decay = cast(optimizer.weight_decay or 0.0, w.dtype)
-        if decays(variable):
-            w = w - w * decay * rate
-        m = m * momentum - g * rate
-        w = w + (m * momentum - g * rate if optimizer.nesterov else m)
-        if variable.constraint is not None:
-            w = variable.constraint(w)
-        weights.append(w)
-        velocities.append(m)
-    return weights, velocities
-
-
-def _if(condition, these: Tensors, those: Tensors) -> Tensors:
-    return [
-        tf.where(condition, a, b) for a, b in zip(these, those, strict=True)
-    ]
+            of_weights = updates.chosen(step.made, weights, of_weights)
+            of_slots = updates.chosen(step.made, slots, of_slots)
+            of_others = updates.chosen(step.made, others, of_others)
+        return updates.with_start(level, of_others, of_weights, wrt)

@@ -139,6 +139,13 @@ def check(program: keras.Model, levels: list, option: Sharding) -> None:
             "Received: jit_compile=True"
         )
     for level in levels:
+        if level.start is not None or level.kept_steps:
+            raise ValueError(
+                "`sharding` keeps weights and optimizers in shards between "
+                "passes, and a level must not have a `start`, `Unrolled()` or "
+                "`SAMA()` then, which are of whole ones. "
+                f"Received: level '{level.name}'"
+            )
         remat = level.options.remat
         if remat is not None and not remat.plan and engine().size > 1:
             raise ValueError(

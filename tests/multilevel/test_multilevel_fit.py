@@ -147,7 +147,7 @@ def test_the_summary_measures_unrolled_steps_in_the_middle_of_a_training():
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=summary)
     weights, history = train(case=case, epochs=1, callbacks=[callback])
 
-    assert "B  Unrolled()" in lines[0]
+    assert "B  Unrolled(steps=None)" in lines[0]
     assert history == logs
     for one, other in zip(weights, expected, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -221,8 +221,80 @@ def test_the_loss_is_the_top_ones_and_no_number_once_any_is_none(number):
     counting = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: seen.append(batch)
     )
-    fit(callbacks=[keras.callbacks.TerminateOnNaN(), counting])
+    with pytest.warns(UserWarning, match=f"level 'factor_{number}' is not fin"):
+        fit(callbacks=[keras.callbacks.TerminateOnNaN(), counting])
     assert seen == [0, 1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_loss_returns_beside_itself_is_in_the_logs(mode):
+    factor = Vector([2.0], "factor")
+
+    def loss(x):
+        return ops.sum(factor.entries) * ops.mean(x), {
+            "mean": ops.mean(x),
+            "seven": 7,
+        }
+
+    made = Program(
+        [Level(factor, loss, keras.optimizers.SGD(0.0), microbatches=2)]
+    )
+    made.compile(**MODES[mode])
+    rows = tf.data.Dataset.from_tensor_slices(np.arange(8.0)).batch(4)
+
+    history = made.fit({"factor": rows}, verbose=0, epochs=2).history
+
+    means = {"factor_mean": 3.5, "factor_loss": 7.0, "factor_seven": 7.0}
+    assert history == {
+        key: [value] * 2 for key, value in ({"loss": 7.0} | means).items()
+    }
+
+
+def test_levels_in_the_wrong_order_are_named():
+    case = Reweighting()
+    levels = [
+        Level(case.reweight, case.balanced_loss, "sgd"),
+        Level(case.classifier, case.weighted_loss, "sgd"),
+    ]
+    data = tf.data.Dataset.from_tensors(case.batches[0])
+
+    with pytest.raises(ValueError, match="level 'reweight'. Levels come lowe"):
+        Program(levels).fit({"reweight": data, "classifier": data}, verbose=0)
+
+
+def test_regularizers_and_a_first_fit_alone_are_those_of_keras():
+    def model(name):
+        keras.utils.set_random_seed(0)
+        dense = layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.1))
+        return keras.Sequential([keras.Input((4,)), dense], name=name)
+
+    random = np.random.default_rng(0)
+    x = random.normal(size=(16, 4)).astype("float32")
+    y = random.normal(size=(16, 3)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    plain, lower, upper = (
+        model("plain"),
+        model("lower"),
+        Vector([1.0], "upper", "float32"),
+    )
+    plain.compile(keras.optimizers.SGD(0.1), "mse")
+    plain_logs = plain.fit(data, epochs=2, shuffle=False, verbose=0).history
+
+    def squares(x, y):
+        return ops.mean(ops.square(lower(x) - y)) * upper.entries[0]
+
+    level = Level(lower, squares, keras.optimizers.SGD(0.1), microbatches=2)
+    alone = Program([level])
+    alone_logs = alone.fit({"lower": data}, epochs=2, verbose=0).history
+
+    np.testing.assert_allclose(alone_logs["loss"], plain_logs["loss"], 1e-5)
+    for one, other in zip(lower.weights, plain.weights, strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+    # The same level goes on with others.
+    top = Level(upper, lambda x, y: ops.mean(lower(x) ** 2), "sgd")
+    both = Program([level, top])
+    both.fit({"lower": data, "upper": data}, verbose=0)
+    assert int(level.optimizer.iterations) == 6
 
 
 def test_a_program_without_a_validation_model_cannot_be_evaluated():
@@ -299,6 +371,16 @@ def keeping():
         (
             lambda: fit([level("two", loss=lambda x: {"a": ops.mean(x)})]),
             "add up several losses.*level 'two' with a loss of dict",
+        ),
+        (
+            lambda: fit([level("pair", loss=lambda x: (ops.mean(x), [1]))]),
+            "must be a dictionary of scalars.*level 'pair' with ",
+        ),
+        (
+            lambda: fit(
+                [level("pair", loss=lambda x: (ops.mean(x), {"a": x}))]
+            ),
+            r"level 'pair' with a a of shape \(2,\)",
         ),
         (
             lambda: fit([level("none", loss=lambda x: None)]),

@@ -14,13 +14,14 @@ from multilevel_cases import relative_error
 from tensorflow.python.eager import record
 
 from kmem import remat
+from kmem.multilevel import SAMA
 from kmem.multilevel import ConjugateGradient
 from kmem.multilevel import FiniteDifference
 from kmem.multilevel import Identity
 from kmem.multilevel import Level
 from kmem.multilevel import Neumann
 from kmem.multilevel import Unrolled
-from kmem.multilevel import unrolled
+from kmem.multilevel import updates
 
 ALL = (Identity(), FiniteDifference(), Neumann(3, 0.5), ConjugateGradient(3))
 EXACT = tuple(h for h in ALL if not isinstance(h, FiniteDifference))
@@ -278,9 +279,15 @@ def test_what_cannot_be_is_refused(make, message):
         make()
 
 
-def test_steps_that_are_not_sgd_cannot_be_unrolled():
-    with pytest.raises(ValueError, match="level 'entries' with Adam"):
-        Level(Vector([1.0], "entries"), print, "adam", hypergradient=Unrolled())
+@pytest.mark.parametrize("hypergradient", [Unrolled(), SAMA()])
+def test_steps_around_those_of_single_variables_are_refused(hypergradient):
+    with pytest.raises(ValueError, match="level 'entries' with Nadam"):
+        Level(
+            Vector([1.0], "entries"),
+            print,
+            "nadam",
+            hypergradient=hypergradient,
+        )
 
 
 @pytest.mark.parametrize(
@@ -303,8 +310,8 @@ def test_a_step_that_an_overflow_prevents_is_not_unrolled():
     batch = tf.constant(case.x), tf.constant(case.y)
     gradients = [tf.fill([Ridge.size], np.float64("inf"))]
 
-    step = unrolled.noted(case.level, batch, [], gradients)
-    unrolled.finish(case.level, step)
+    step = updates.noted(case.level, batch, [], gradients)
+    updates.finish(case.level, step, 1)
 
     np.testing.assert_array_equal(case.found(Unrolled()), np.zeros(Ridge.size))
 

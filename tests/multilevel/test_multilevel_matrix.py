@@ -14,7 +14,7 @@ SOME = [
     ("attention", "plain"),
 ]
 # Off by the curvature within their step, too.
-ESTIMATES = {"FiniteDifference": 1e-3}
+ESTIMATES = {"FiniteDifference": 1e-3, "SAMA": 1e-3}
 
 
 def check(kind, option):

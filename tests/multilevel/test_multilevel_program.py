@@ -13,6 +13,7 @@ from multilevel_cases import relative_error
 from multilevel_cases import train
 from multilevel_cases import two_levels
 
+from kmem.multilevel import SAMA
 from kmem.multilevel import ConjugateGradient
 from kmem.multilevel import FiniteDifference
 from kmem.multilevel import Identity
@@ -342,15 +343,21 @@ def test_unrolled_steps_are_differentiated_one_by_one(momentum):
 
 
 class Unrolling:
-    """Penalties of a ridge regression, learned through three steps of SGD."""
+    """Penalties of a ridge regression, learned through three steps."""
 
-    def __init__(self, optimizer, constraint=None, **options):
+    def __init__(
+        self, optimizer, constraint=None, steps=None, start=False, **options
+    ):
         ridge = Ridge()
         self.weights, self.penalties = ridge.weights, ridge.penalties
         self.weights.entries.constraint = constraint
         data = tf.data.Dataset.from_tensor_slices((ridge.x, ridge.y))
         data = data.batch(8, drop_remainder=True)
-        self.data = {"weights": data, "penalties": data}
+        self.first = np.array([0.5, -1.0, 2.0, 0.1, -0.2, 0.3])
+        self.upper = Vector(self.first, "start") if start else self.penalties
+        if start:
+            options["start"] = self.upper
+        self.data = {"weights": data, self.upper.name: data}
 
         def errors(x, y):
             found = ops.matmul(x, self.weights.entries)
@@ -363,28 +370,38 @@ class Unrolling:
                     ridge.loss,
                     optimizer,
                     unroll_steps=3,
-                    hypergradient=Unrolled(),
+                    hypergradient=Unrolled(steps),
                     **options,
                 ),
-                Level(self.penalties, errors, keras.optimizers.SGD(0.0)),
+                Level(self.upper, errors, keras.optimizers.SGD(0.0)),
             ]
         )
-        self.start = self.penalties.entries.numpy()
-        self.first = np.array([0.5, -1.0, 2.0, 0.1, -0.2, 0.3])
+        self.begin = self.upper.entries.numpy()
 
-    def trained(self, penalties, rate=0.0):
-        """The penalties' loss after one round, and their new values."""
+    def trained(self, entries, rate=0.0):
+        """The upper loss after one round, and the upper level's entries."""
         self.weights.entries.assign(self.first)
-        self.penalties.entries.assign(penalties)
+        self.upper.entries.assign(entries)
         below, top = self.program.optimizers
-        for variable in below.variables:
-            if variable is not below.learning_rate:
-                variable.assign(tf.zeros_like(variable))
+        if not hasattr(self, "fresh"):
+            below.build([self.weights.entries])
+            self.fresh = [v.numpy() for v in below.variables]
+        for variable, value in zip(below.variables, self.fresh, strict=True):
+            variable.assign(value)
         top.learning_rate.assign(rate)
         self.program.fit(self.data, verbose=0)
-        x, y = next(iter(self.data["penalties"]))
+        x, y = next(iter(self.data["weights"]))
         errors = x.numpy() @ self.weights.entries.numpy() - y.numpy()
-        return np.mean(errors**2), self.penalties.entries.numpy()
+        return np.mean(errors**2), self.upper.entries.numpy()
+
+    def found_and_expected(self):
+        """The gradient in a direction: kmem's, and by differences."""
+        way = np.random.default_rng(3).normal(size=self.begin.shape)
+        _, after = self.trained(self.begin, rate=1.0)
+        step = 1e-5
+        ahead, _ = self.trained(self.begin + step * way)
+        behind, _ = self.trained(self.begin - step * way)
+        return (self.begin - after) @ way, (ahead - behind) / (2 * step)
 
 
 @pytest.mark.parametrize(
@@ -406,18 +423,133 @@ class Unrolling:
 )
 def test_an_unrolled_step_is_the_update_that_was_made(optimizer, options):
     optimizer = keras.optimizers.SGD(**{"learning_rate": 0.2} | optimizer)
-    case = Unrolling(optimizer, **options)
-    way = np.random.default_rng(3).normal(size=case.start.shape)
 
-    _, after = case.trained(case.start, rate=1.0)
+    found, expected = Unrolling(optimizer, **options).found_and_expected()
 
-    found = (case.start - after) @ way
-    step = 1e-5
-    ahead, _ = case.trained(case.start + step * way)
-    behind, _ = case.trained(case.start - step * way)
-    expected = (ahead - behind) / (2 * step)
     assert abs(expected) > 1e-5
     assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.Adam(0.2, amsgrad=True),
+        lambda: keras.optimizers.AdamW(0.2, weight_decay=0.3, clipnorm=0.5),
+        lambda: keras.optimizers.Adagrad(0.2),
+        lambda: keras.optimizers.Adadelta(0.2),
+        lambda: keras.optimizers.Adamax(0.2),
+        lambda: keras.optimizers.RMSprop(0.2, momentum=0.5, centered=True),
+        lambda: keras.optimizers.Ftrl(0.2),
+        lambda: keras.optimizers.Lamb(0.2),
+    ],
+)
+def test_steps_of_adaptive_optimizers_are_unrolled(make):
+    found, expected = Unrolling(make()).found_and_expected()
+
+    assert abs(expected) > 1e-7
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.Adam(0.2),
+        lambda: keras.optimizers.SGD(0.2, momentum=0.5),
+    ],
+)
+def test_what_the_steps_start_from_gets_the_gradient_of_maml(make):
+    case = Unrolling(make(), start=True)
+    found, expected = case.found_and_expected()
+
+    assert found == pytest.approx(expected, rel=1e-3)
+    # In the next round they start there again, with a new optimizer.
+    once, _ = case.trained(case.begin)
+    case.weights.entries.assign(case.first + 1.0)
+    case.program.fit(case.data, verbose=0)
+    x, y = next(iter(case.data["weights"]))
+    errors = x.numpy() @ case.weights.entries.numpy() - y.numpy()
+    assert np.mean(errors**2) == once
+
+
+def test_unrolled_steps_are_truncated_in_a_loop_as_without_one():
+    def change(mode, steps, unroll_steps=6):
+        case = two_levels(
+            unroll_steps, lower={"hypergradient": Unrolled(steps)}
+        )
+        case.program.levels[1].optimizer = keras.optimizers.SGD(1.0)
+        before = case.reweight.get_weights()
+        train(mode, 1, case=case, steps_per_epoch=1)
+        after = case.reweight.get_weights()
+        return np.concatenate(
+            [np.ravel(a - b) for a, b in zip(after, before, strict=True)]
+        )
+
+    truncated = change("graph", 2)
+    assert relative_error(truncated, change("eager", 2)) < 1e-10
+    assert relative_error(truncated, change("graph", 6)) > 0.05
+
+
+def test_a_weight_without_a_gradient_leaves_others_theirs():
+    weights, other = Vector([1.0, 2.0], "weights"), Vector([0.5], "other")
+
+    def loss(x):
+        # The second entry is never used: what Adam keeps for it stays zero.
+        return ops.mean(x) * (weights.entries[0] - other.entries[0]) ** 2
+
+    def outer(x):
+        return ops.mean(x) * ops.sum(weights.entries)
+
+    program = Program(
+        [
+            Level(
+                weights,
+                loss,
+                keras.optimizers.Adam(0.1),
+                unroll_steps=2,
+                hypergradient=Unrolled(),
+            ),
+            Level(other, outer, keras.optimizers.SGD(1.0)),
+        ]
+    )
+    ones = tf.data.Dataset.from_tensors(tf.ones([1], tf.float64)).repeat(2)
+
+    program.fit({"weights": ones, "other": ones}, verbose=0)
+
+    assert np.isfinite(other.entries.numpy()).all()
+    assert other.entries.numpy() != 0.5
+
+
+def test_sama_is_the_difference_after_the_derivative_of_the_update():
+    """Adam's first update of g is g / (|g| + e'): D = e' / (|g| + e')^2."""
+    epsilon = 0.05
+    weights, other = Vector([1.0, -0.7], "weights"), Vector([0.1, 0.2], "other")
+
+    def loss(x):
+        squares = (weights.entries - other.entries) ** 2
+        return ops.mean(x) * ops.sum(squares) / 2
+
+    def outer(x):
+        return ops.mean(x) * ops.sum(weights.entries * np.array([2.0, -3.0]))
+
+    gradient = weights.entries.numpy() - other.entries.numpy()
+    program = Program(
+        [
+            Level(
+                weights,
+                loss,
+                keras.optimizers.Adam(1e-3, epsilon=epsilon),
+                hypergradient=SAMA(),
+            ),
+            Level(other, outer, keras.optimizers.SGD(1.0)),
+        ]
+    )
+
+    program.fit({"weights": ONES, "other": ONES}, verbose=0)
+
+    scaled = epsilon / np.sqrt(1 - 0.999)
+    adapted = np.array([2.0, -3.0]) * scaled / (np.abs(gradient) + scaled) ** 2
+    moved = np.array([0.1, 0.2]) - other.entries.numpy()
+    np.testing.assert_allclose(moved, adapted, 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,15 @@ from keras import layers
 from keras import ops
 
 import kmem
+from kmem.multilevel import SAMA
 from kmem.multilevel import ConjugateGradient
 from kmem.multilevel import FiniteDifference
 from kmem.multilevel import Identity
 from kmem.multilevel import Level
+from kmem.multilevel import MinimalResidual
 from kmem.multilevel import Neumann
 from kmem.multilevel import Unrolled
-from kmem.multilevel import unrolled
+from kmem.multilevel import updates
 from kmem.step import batches
 
 # With so much of a penalty the Hessians are positive definite.
@@ -80,8 +82,10 @@ OPTIONS = {
 HYPERGRADIENTS = {
     "Identity": Identity(),
     "FiniteDifference": FiniteDifference(),
+    "SAMA": SAMA(),
     "Neumann": Neumann(2, 0.3),
     "ConjugateGradient": ConjugateGradient(3),
+    "MinimalResidual": MinimalResidual(3),
     "Unrolled": Unrolled(),
 }
 
@@ -161,7 +165,7 @@ class Case:
         def run(vector, batch):
             gradients = [tf.zeros_like(v) for v in vector]
             state = [tf.convert_to_tensor(v) for v in self.level.state]
-            step = unrolled.noted(self.level, batch, state, gradients)
+            step = updates.noted(self.level, batch, state, gradients)
             self.level.steps.append(step)
             results = {
                 name: hypergradient(vector, self.level, batch, self.others)
@@ -191,10 +195,12 @@ class Case:
         solutions = {
             "Identity": v,
             "FiniteDifference": v,
+            "SAMA": v,
             "Neumann": 0.3 * series,
-            # The least error in the norm of H.
+            # The least error in the norm of H, and the least residual.
             "ConjugateGradient": space
             @ np.linalg.solve(space.T @ image, space.T @ v),
+            "MinimalResidual": space @ np.linalg.lstsq(image, v, rcond=None)[0],
             "Unrolled": RATE * v,
         }
         return {name: -mixed.T @ u for name, u in solutions.items()}

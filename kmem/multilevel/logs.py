@@ -1,0 +1,88 @@
+"""What a program's logs hold, and what they are warned of.
+
+Losses of levels, and what solvers left of the gradients that they were given.
+"""
+
+import math
+import warnings
+
+import keras
+
+from kmem.multilevel.solvers import Solver
+
+# Where as much as this of a gradient is left, nothing was solved.
+_MOST_LEFT = 0.99
+
+
+def loss_trackers(levels: list) -> list[list[keras.metrics.Mean]]:
+    """For each level the means of its losses, and of what they give besides."""
+    return [
+        [keras.metrics.Mean(name=f"{level.name}_{key}") for key in level.logged]
+        for level in levels
+    ]
+
+
+def residual_trackers(levels: list) -> list[keras.metrics.Mean | None]:
+    """For each level that has a solver the mean of what that leaves."""
+    return [
+        keras.metrics.Mean(name=f"{level.name}_residual")
+        if isinstance(level.hypergradient, Solver)
+        and level.hypergradient.iterations
+        else None
+        for level in levels
+    ]
+
+
+def results(losses: list, residuals: list) -> dict:
+    """The logs so far."""
+    logs = {each.name: each.result() for level in losses for each in level}
+    *below, top = [logs[level[0].name] for level in losses]
+    # Zero times what is not finite is not a number.
+    loss = {"loss": top + sum(0.0 * each for each in below)}
+    left = {each.name: each.result() for each in residuals if each is not None}
+    return loss | logs | left
+
+
+def warn(levels: list, history: dict[str, list]) -> None:
+    """Warns of what went wrong in a training, by the level's name.
+
+    Args:
+        history: For each name in the logs, the means of the epochs.
+    """
+    for level in levels:
+        # Of what is not a number nothing is true.
+        left = history.get(f"{level.name}_residual", [0.0])
+        if not left[-1] < _MOST_LEFT:
+            warnings.warn(
+                f"The solver of level '{level.name}' did not converge: it "
+                f"left {left[-1]:.3g} of a gradient's norm, in the mean of "
+                "the last epoch, so that what passes through the level is "
+                "wrong. Try more `iterations`; `damping`, or "
+                "`MinimalResidual`, where the Hessian has negative "
+                f"eigenvalues; a smaller `alpha`. It is {level.hypergradient}",
+                stacklevel=3,
+            )
+    begins = {
+        level.name: next(
+            (i for i, loss in enumerate(losses) if not math.isfinite(loss)),
+            len(losses),
+        )
+        for level in levels
+        if (losses := history.get(f"{level.name}_loss", []))
+    }
+    lost = [name for name, begin in begins.items() if begin < _length(history)]
+    if lost:
+        first = min(begins.values())
+        names = [f"'{name}'" for name in lost if begins[name] == first]
+        warnings.warn(
+            f"The loss of level {', '.join(names)} is not finite from epoch "
+            f"{first + 1} of this `fit` on. What a level learns may have run "
+            "away: keep it within bounds, such as by `ops.sigmoid` or "
+            "`ops.softplus` in the loss or by a `constraint`, or give the "
+            "level `clipnorm` or a smaller learning rate",
+            stacklevel=3,
+        )
+
+
+def _length(history: dict[str, list]) -> int:
+    return max(map(len, history.values()), default=0)
