@@ -303,6 +303,20 @@ def compiled_metrics(model: keras.Model) -> Any:
     return model._compile_metrics
 
 
+def given_metrics(model: Any) -> list[keras.metrics.Metric]:
+    """The metrics that `compile` was given; before `compiled_metrics` is built
+    its own list is empty. budget/test_no_trace.py"""
+    compiled = model._compile_metrics
+    if compiled is None:
+        return []
+    given = compiled._user_metrics, compiled._user_weighted_metrics
+    return [
+        metric
+        for metric in keras.tree.flatten(given)
+        if isinstance(metric, keras.metrics.Metric)
+    ]
+
+
 def losses_of(compiled: Any) -> list:
     """The losses of the outputs, once `compiled_loss` was built.
     losses/test_chunked_loss.py"""

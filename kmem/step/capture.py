@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from kmem.base import patching
 from kmem.base.private_keras import all_layers
+from kmem.base.private_keras import given_metrics
 from kmem.base.private_keras import tf_variable
 
 
@@ -128,7 +129,8 @@ def changed_variables(model, optimizer) -> list:
     Args:
         optimizer: What the step sees as `model.optimizer`.
     """
-    owners = [model, optimizer, *optimizers(model), *model.metrics]
+    metrics = [*model.metrics, *given_metrics(model)]
+    owners = [model, optimizer, *optimizers(model), *metrics]
     variables = {id(v): v for each in owners for v in each.variables}
     # Some are not among `variables`, such as the states of recurrent layers.
     for layer in all_layers(model):
