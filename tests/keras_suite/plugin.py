@@ -101,6 +101,12 @@ def _route() -> None:
     keras.Model.fit = fit
 
 
+_OF_A_WRAPPED_MODEL = (
+    *("fit", "train_on_batch", "evaluate", "predict"),
+    *("memory_options", "memory_report"),
+)
+
+
 def _fit_under(memory_options, model, args, kwargs):
     _unwrap(model)
     kmem.wrap(model)
@@ -119,7 +125,7 @@ def _fit_under(memory_options, model, args, kwargs):
 
 def _unwrap(model) -> None:
     # A wrapped model's `fit` comes before the one that counts and checks.
-    for name in ("fit", "train_on_batch", "memory_options", "memory_report"):
+    for name in _OF_A_WRAPPED_MODEL:
         vars(model).pop(name, None)
 
 
