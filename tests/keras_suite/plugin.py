@@ -102,8 +102,12 @@ def _route() -> None:
 
 
 _OF_A_WRAPPED_MODEL = (
-    *("fit", "train_on_batch", "evaluate", "predict"),
-    *("memory_options", "memory_report"),
+    "fit",
+    "train_on_batch",
+    "evaluate",
+    "predict",
+    "memory_options",
+    "memory_report",
 )
 
 
