@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # For editors: what `_MODULES` says.
     from kmem import losses as losses
     from kmem import memory as memory
     from kmem import multilevel as multilevel
+    from kmem import optimizers as optimizers
     from kmem import planning as planning
     from kmem import remat as remat
     from kmem.budget.estimate import Estimate as Estimate
@@ -48,7 +49,8 @@ if TYPE_CHECKING:  # For editors: what `_MODULES` says.
 
 # Where the public names stand.
 _MODULES = {
-    "kmem": "callbacks distributed dtr losses memory multilevel planning remat",
+    "kmem": "callbacks distributed dtr losses memory multilevel optimizers "
+    "planning remat",
     "kmem.budget.estimate": "Estimate estimate",
     "kmem.budget.largest": "LargestBatch largest_batch",
     "kmem.budget.planner": "plan",

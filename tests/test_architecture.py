@@ -15,6 +15,7 @@ ROOMS = (
     "base",
     "memory",
     "launching",
+    "optimizers",
     "planning",
     "options",
     "graph",

@@ -24,7 +24,7 @@ NAMES = """
     DTR Estimate Genetic GradientAccumulation LargestBatch MemoryOptions
     MicroBatches MixedPrecision Model Plan Remat ShardedStrategy Sharding
     Sweep callbacks distributed dtr estimate largest_batch losses memory
-    multilevel plan planning profile remat report sweep wrap
+    multilevel optimizers plan planning profile remat report sweep wrap
 """.split()
 
 

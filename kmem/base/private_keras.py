@@ -212,6 +212,12 @@ ALL_STEPS = "_backend_update_step"
 ADD_UP_OVER_REPLICAS = "_all_reduce_sum_gradients"
 
 
+def index_in(optimizer: Any, variable: Any) -> int:
+    """Which of an optimizer's variables one is, however it comes.
+    optimizers/test_adamw8bit.py"""
+    return optimizer._get_variable_index(variable)
+
+
 # Variables.
 
 # Through which every assignment goes. sharding/test_sharding.py
