@@ -24,10 +24,14 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from kmem.base import bindings
 from kmem.base import native
 from kmem.base.sizes import parse_size
+
+if TYPE_CHECKING:
+    from kmem.base.snapshots import Snapshot
 
 _DEVICE = re.compile(r"/?(?:device:)?(CPU|GPU)(?::(\d+))?", re.IGNORECASE)
 
@@ -144,6 +148,38 @@ def pool(device: str | None = None) -> Pool | None:
         return None
     names = [field.name for field in dataclasses.fields(Pool)]
     return Pool(**{name: getattr(usage, name) for name in names})
+
+
+def snapshot(device: str | None = None) -> "Snapshot":
+    """Tells what a device's memory holds now, by tensor.
+
+    Args:
+        device: See `kmem.memory.limit`.
+
+    Returns:
+        A `Snapshot` with the tensors and variables that Python holds (name,
+        shape, dtype, bytes), the largest first, and what is in use besides.
+        Print its `summary()`, or show it in a notebook.
+
+    Raises:
+        ValueError: If there is no such device.
+
+    Example:
+
+    ```python
+    import keras
+
+    import kmem
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    print(kmem.memory.snapshot("CPU").summary(num_tensors=5))
+    ```
+    """
+    from kmem.base import snapshots
+
+    number = _number(device)
+    name = "CPU:0" if number == bindings.CPU else f"GPU:{number - 1}"
+    return snapshots.snapshot(name, current(device))
 
 
 def current(device: str | None = None) -> int:

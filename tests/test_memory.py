@@ -517,3 +517,41 @@ def test_variables_outlive_an_xla_step_that_ran_out_of_memory(python):
     """)
     assert status == 0, errors[-2000:]
     assert output.splitlines() == ["too large"] * 5 + ["True", "True"]
+
+
+def test_a_snapshot_names_what_python_holds_once_and_tells_of_the_rest():
+    layer = keras.layers.Dense(500, name="large")
+    layer.build((None, 1000))
+    tensor = ones(3 * MB)
+    same = tf.reshape(tensor, (-1, 2))
+
+    taken = memory.snapshot("CPU")
+
+    held = {(t.name, t.shape): t.num_bytes for t in taken.tensors}
+    assert held[layer.kernel.path, (1000, 500)] == 2 * MB
+    assert layer.kernel.path == "large/kernel"
+    # The tensor, or the other form of it.
+    shapes = [(750000,), (375000, 2)]
+    assert [held.get(("", shape)) for shape in shapes].count(None) == 1
+    sizes = [t.num_bytes for t in taken.tensors]
+    assert sizes == sorted(sizes, reverse=True)
+    assert taken.in_use_bytes == memory.current("CPU")
+    assert 0 <= taken.rest_bytes < taken.in_use_bytes
+    assert "large/kernel" in taken.summary()
+    assert "large/kernel" in taken._repr_html_()
+    assert "large/kernel" not in taken.summary(num_tensors=0)
+    del same
+
+
+def test_a_snapshot_holds_nothing_and_takes_no_memory():
+    tensor = ones(9 * MB)
+    memory.snapshot("CPU")
+    memory.reset_peak("CPU")
+    before = memory.current("CPU")
+
+    taken = memory.snapshot("CPU")
+
+    assert memory.peak("CPU") == memory.current("CPU") == before
+    del tensor
+    assert memory.current("CPU") <= before - 9 * MB
+    assert any(t.num_bytes == 9 * MB for t in taken.tensors)
