@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import kmem
 from kmem import memory
+from kmem.base import bindings
 from kmem.budget import dry_run
 from kmem.fit.session import Session
 
@@ -26,7 +27,8 @@ def _measured(monkeypatch, peaks):
 
     @contextlib.contextmanager
     def track():
-        yield types.SimpleNamespace(peak_bytes=next(given))
+        peak = next(given)
+        yield types.SimpleNamespace(peak_bytes=peak, number=bindings.CPU)
 
     monkeypatch.setattr(memory, "track", track)
     session = Session(kmem.wrap(model), kmem.MemoryOptions())

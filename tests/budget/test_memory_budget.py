@@ -427,7 +427,7 @@ def test_the_smallest_budget_that_an_error_names_is_enough():
     for _ in range(3):
         model.train_on_batch(*data)
 
-    assert model.memory_report.chosen.options.num_parts >= 8
+    assert model.memory_report.chosen.options.num_parts > 1
     assert kmem.memory.peak() <= smallest
 
 
