@@ -203,19 +203,14 @@ def set_mask(tensor: tf.Tensor, mask: Any) -> None:
 CLIP = "_clip_gradients"
 # Whether a weight decays, by its name and shape. The same tests.
 USE_WEIGHT_DECAY = "_use_weight_decay"
-# What optimizers find a variable's own ones by. The same tests.
+# What optimizers find a variable's own ones by. The same tests, and
+# optimizers/test_adamw8bit.py.
 INDEX = "_get_variable_index"
 # What optimizers with a step of their own around all variables override.
 ALL_STEPS = "_backend_update_step"
 # What adds gradients up over replicas, after each has clipped its own.
 # step/test_mirrored.py, step/test_updates.py
 ADD_UP_OVER_REPLICAS = "_all_reduce_sum_gradients"
-
-
-def index_in(optimizer: Any, variable: Any) -> int:
-    """Which of an optimizer's variables one is, however it comes.
-    optimizers/test_adamw8bit.py"""
-    return optimizer._get_variable_index(variable)
 
 
 # Variables.

@@ -183,17 +183,10 @@ def _needed() -> Iterator[_Need]:
 def _iterator(strategy: tf.distribute.Strategy, batch: Any) -> Iterator:
     """Gives every replica the same random data again and again."""
     data = batches.random_data(batch)
-    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-
-    def structured(*leaves):
-        given = iter(leaves)
-        return keras.tree.map_structure(
-            lambda leaf: None if leaf is None else next(given), data
-        )
-
     # A data set is not made of `None`, but may be mapped to it.
-    repeated = tf.data.Dataset.from_tensors(tuple(leaves)).repeat()
-    dataset = repeated.map(structured)
+    leaves = tuple(batches.leaves(data))
+    repeated = tf.data.Dataset.from_tensors(leaves).repeat()
+    dataset = repeated.map(batches.of_leaves(lambda batch: batch, data))
     if strategy.num_replicas_in_sync > 1:
         dataset = strategy.distribute_datasets_from_function(lambda _: dataset)
     return iter(dataset)

@@ -178,24 +178,15 @@ class Step:
         model, optimizer = self._model, self._model.optimizer
         config = optimizer.get_config()
         specs = batches.with_rows(self._batch, self._traced_rows)
-        leaves = [s for s in keras.tree.flatten(specs) if s is not None]
+        leaves = batches.leaves(specs)
         # A few numbers; what is first made in a graph is gone with it.
         with patching.attribute(model, "optimizer", None):
             private_keras.build_metrics(model, specs)
 
         def trace(optimizer):
             with patching.attribute(model, "optimizer", optimizer):
-                session = Session(model, MemoryOptions())
-                take = session.on_batch()
-
-                def run(*tensors):
-                    given = iter(tensors)
-                    return take(
-                        keras.tree.map_structure(
-                            lambda s: None if s is None else next(given), specs
-                        )
-                    )
-
+                take = Session(model, MemoryOptions()).on_batch()
+                run = batches.of_leaves(take, specs)
                 function = releasing.function(run, input_signature=leaves)
                 return function.get_concrete_function().graph
 
@@ -204,7 +195,7 @@ class Step:
             if not optimizer.built:
                 optimizer = optimizer.from_config(config)
             self._graph = trace(optimizer)
-            self._optimizer_bytes = _bytes_of(optimizer.variables)
+            self._optimizer_bytes = batches.num_bytes(optimizer.variables)
         self._num_leaves = len(leaves)
 
     def peak(self, rows: int, halves: bool = False, late: bool = True):
@@ -286,12 +277,11 @@ class Step:
         # Weights are copied to 16 bits; the layers' own stay in 32.
         halves = self.peak_bytes(self.rows, halves=True)
         peaks["mixed_precision='bfloat16'"] = held + gradients // 2 + halves
-        for count in _COUNTS[:1]:
-            size = -(-self.rows // count)
-            rest = self._held_bytes(size) - self._optimizer_bytes
-            own = -(-self._optimizer_bytes // count)
-            name = f"sharding='optimizer', {count} processes"
-            peaks[name] = rest + own + self.peak_bytes(size)
+        size = -(-self.rows // 2)
+        rest = self._held_bytes(size) - self._optimizer_bytes
+        own = -(-self._optimizer_bytes // 2)
+        name = "sharding='optimizer', 2 processes"
+        peaks[name] = rest + own + self.peak_bytes(size)
         return peaks
 
     def _tensor(self, held, program, sizes) -> TensorAtPeak:
@@ -356,13 +346,6 @@ def _traced_rows(model: keras.Model, specs: Any) -> int:
     raise ValueError(
         f"A dimension must not be a multiple of each of {_PRIMES}. "
         f"Received: model={model.name}"
-    )
-
-
-def _bytes_of(variables: list) -> int:
-    return sum(
-        tf.TensorShape(v.shape).num_elements() * tf.as_dtype(v.dtype).size
-        for v in variables
     )
 
 

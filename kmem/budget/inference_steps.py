@@ -138,19 +138,16 @@ class InferenceSteps:
         finally:
             setattr(model, name, plain)
 
-        def run(*tensors):
-            given = iter(tensors)
-            data = keras.tree.map_structure(
-                lambda spec: None if spec is None else next(given), spec
-            )
-            return take([data] if kind == "predict" else iter([data]))
-
-        specs = _leaves(spec)
+        run = batches.of_leaves(
+            lambda data: take([data] if kind == "predict" else iter([data])),
+            spec,
+        )
+        specs = batches.leaves(spec)
         if not model.run_eagerly:
             run = releasing.function(run, input_signature=specs)
 
         def call(batch):
-            return run(*map(_tensor, _leaves(batch), specs))
+            return run(*map(_tensor, batches.leaves(batch), specs))
 
         return call
 
@@ -249,10 +246,6 @@ def joined(parts: list) -> Any:
         ),
         *parts,
     )
-
-
-def _leaves(data: Any) -> list:
-    return [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
 
 
 def _tensor(leaf: Any, spec: tf.TensorSpec) -> tf.Tensor:

@@ -164,8 +164,7 @@ class _Steps:
         changes.build(specs)
         try:
             with changes.undone():
-                data = keras.tree.flatten(batches.random_data(specs))
-                data = [each for each in data if each is not None]
+                data = batches.leaves(batches.random_data(specs))
                 with dry_run.installed(self._session):
                     measured = dry_run.measured(
                         *(lambda: self._step(*data), Engine()),
@@ -187,19 +186,10 @@ class _Steps:
 def _any_size_test(model: keras.Model, batch: Any) -> Any:
     """A model's test step as a function of the tensors of a batch."""
     specs = batches.with_rows(batch, None)
-
-    def run(*tensors):
-        given = iter(tensors)
-        return model.test_step(
-            keras.tree.map_structure(
-                lambda spec: None if spec is None else next(given), specs
-            )
-        )
-
+    run = batches.of_leaves(model.test_step, specs)
     if model.run_eagerly:
         return run
-    leaves = [spec for spec in keras.tree.flatten(specs) if spec is not None]
-    return releasing.function(run, input_signature=leaves)
+    return releasing.function(run, input_signature=batches.leaves(specs))
 
 
 def _search(steps: _Steps, room: int, multiple_of: int) -> LargestBatch:

@@ -251,7 +251,7 @@ class _Search:
             expected.remove(first)
 
     def _smallest(self, options: MemoryOptions, count: int) -> None:
-        """Tries what needs the least, of which an error tells."""
+        """Tries what needs the least: an error tells of it if nothing fits."""
         drawing = self._menu.drawing(options, count)
         size = self._menu.size(options, count)
         ran = {choice.options for choice in self._ran}

@@ -98,9 +98,6 @@ class BudgetedSession:
         self._budget = budget_bytes(options)
         given: Any = options.memory_budget
         self._received = received_budget(given, self._budget)
-        self._replicas = model.distribute_strategy.num_replicas_in_sync
-        # Those whose memory is counted as one.
-        self._num_here = pipeline.replicas_on_device(model)
         self._verbose = 0
         # What steps were seen to need beyond what was predicted.
         self._less = 0
@@ -143,7 +140,6 @@ class BudgetedSession:
             batch: Its first batch, as `tf.TensorSpec`s.
             reserved_bytes: What the device will hold besides.
         """
-        batch = batches.part_of(batch, self._replicas)
         if self._covering(batch) is None:
             self._choose(batch, reserved_bytes)
 
@@ -153,9 +149,9 @@ class BudgetedSession:
             inference.prepare("test", batch, examples, reserved_bytes)
 
     def _inference(self, bucket: _Bucket) -> BudgetedInference | None:
-        """What evaluates as a bucket trains; nothing in shards or replicas."""
+        """What evaluates as a bucket trains; nothing in shards."""
         session = bucket.session
-        if session.options.sharding is not None or self._replicas > 1:
+        if session.options.sharding is not None:
             return None
         key = session.options.mixed_precision
         if key not in self._inferences:
@@ -231,10 +227,8 @@ class BudgetedSession:
 
     def _step(self, batch):
         """Takes one step, in as many attempts as it needs."""
-        # No other replica has a larger one.
-        own = pipeline.of_first_replica(self.model, batch)
-        specs = batches.specs_of(own)
-        self._in_hand = self._num_here * pipeline.in_hand_bytes(own)
+        specs = batches.specs_of(batch)
+        self._in_hand = pipeline.in_hand_bytes(batch)
         bucket = self._covering(specs) or self._choose_in_training(specs)
         if bucket is not self._bucket:
             self._enter(bucket)
@@ -321,7 +315,7 @@ class BudgetedSession:
     def _choose_in_training(self, batch) -> _Bucket:
         # What a pipeline has to make ready again. A dry run makes a batch of
         # its own, beside the one that is in memory by now.
-        ready = self._num_here * pipeline.ready_bytes(batch)
+        ready = pipeline.ready_bytes(batch)
         ready *= self._in_fit
         return self._choose(batch, ready - self._in_hand)
 

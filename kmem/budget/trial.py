@@ -16,7 +16,6 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from kmem import memory
@@ -197,28 +196,17 @@ class Trial:
         specs = batches.with_rows(self._batch, self.rows(size))
         self.session.changes.build(specs)
         with self.session.changes.undone():
-            data = keras.tree.flatten(batches.random_data(specs))
-            data = [tensor for tensor in data if tensor is not None]
+            data = batches.leaves(batches.random_data(specs))
             yield lambda: self._step(*data)
 
 
 def any_size(session: Session, batch: Any) -> Callable:
     """A session's step as a function of the tensors of a batch of any size."""
-    take = session.on_batch()
     specs = batches.with_rows(batch, None)
-
-    def run(*tensors):
-        given = iter(tensors)
-        return take(
-            keras.tree.map_structure(
-                lambda spec: None if spec is None else next(given), specs
-            )
-        )
-
+    run = batches.of_leaves(session.on_batch(), specs)
     if not session.is_traceable:
         return run
-    leaves = [spec for spec in keras.tree.flatten(specs) if spec is not None]
-    return session.traced(run, leaves)
+    return session.traced(run, batches.leaves(specs))
 
 
 def longest_in_turns(*two: tuple[Trial, int]) -> float:

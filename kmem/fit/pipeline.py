@@ -140,21 +140,6 @@ def ready_bytes(batch, count: int = BATCHES_READY) -> int:
     return count * batches.num_bytes(batch)
 
 
-def replicas_on_device(model: Any) -> int:
-    """How many of a model's replicas share what is counted as one device."""
-    if tf.config.list_logical_devices("GPU"):
-        return 1
-    return model.distribute_strategy.num_replicas_in_sync
-
-
-def of_first_replica(model: Any, batch) -> Any:
-    """What the first replica gets of a batch."""
-    strategy = model.distribute_strategy
-    return keras.tree.map_structure(
-        lambda leaf: strategy.experimental_local_results(leaf)[0], batch
-    )
-
-
 def in_hand_bytes(batch) -> int:
     """What of a batch is on the device by now.
 

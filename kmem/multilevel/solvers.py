@@ -133,7 +133,23 @@ class Neumann(Solver):
 
 
 @dataclasses.dataclass(frozen=True)
-class ConjugateGradient(Solver):
+class _Krylov(Solver):
+    """What solvers have that stay in the space of H's powers times v."""
+
+    iterations: int = 5
+    tolerance: float = 1e-10
+    damping: float = 0.0
+    warm_start: bool = False
+
+    def __post_init__(self):
+        iterations = positive_int(self.iterations, "iterations")
+        set_fields(self, iterations=iterations)
+        positive(self.tolerance, "tolerance")
+        _non_negative(self.damping, "damping")
+
+
+@dataclasses.dataclass(frozen=True)
+class ConjugateGradient(_Krylov):
     """H u = v is solved by conjugate gradients.
 
     It ends early where the residual is small, and where a direction of no
@@ -159,14 +175,6 @@ class ConjugateGradient(Solver):
     hypergradient = ConjugateGradient(iterations=10, damping=0.1)
     ```
     """
-
-    iterations: int = 5
-    tolerance: float = 1e-10
-    damping: float = 0.0
-    warm_start: bool = False
-
-    def __post_init__(self):
-        _check_settings(self)
 
     def _solve(self, product, right, norm):
         enough = (self.tolerance * norm) ** 2
@@ -194,7 +202,7 @@ class ConjugateGradient(Solver):
 
 
 @dataclasses.dataclass(frozen=True)
-class MinimalResidual(Solver):
+class MinimalResidual(_Krylov):
     """H u = v is solved by minimal residuals (MINRES).
 
     The residual falls with each step whatever the signs of H's eigenvalues
@@ -220,14 +228,6 @@ class MinimalResidual(Solver):
     hypergradient = MinimalResidual(iterations=20, tolerance=1e-4)
     ```
     """
-
-    iterations: int = 5
-    tolerance: float = 1e-10
-    damping: float = 0.0
-    warm_start: bool = False
-
-    def __post_init__(self):
-        _check_settings(self)
 
     def _solve(self, product, right, norm):
         """In the names of Paige and Saunders: H in a Lanczos basis is
@@ -277,13 +277,6 @@ class MinimalResidual(Solver):
 def mixed(vector: Tensors, level: Derivatives, batch, wrt: list) -> Tensors:
     """-d/dx <dL/dw, vector>, w being the level's variables, x `wrt`."""
     return [-p for p in level.directional_gradient(batch, vector, wrt)]
-
-
-def _check_settings(solver: Any) -> None:
-    iterations = positive_int(solver.iterations, "iterations")
-    set_fields(solver, iterations=iterations)
-    positive(solver.tolerance, "tolerance")
-    _non_negative(solver.damping, "damping")
 
 
 def _non_negative(value, name: str) -> None:

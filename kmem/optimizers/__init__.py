@@ -128,8 +128,8 @@ class AdamW8bit(keras.optimizers.AdamW):
             variable: The variable.
             learning_rate: A scalar.
         """
-        number = private_keras.index_in(self, variable)
-        moments = self._moments[number]
+        index = getattr(self, private_keras.INDEX)
+        moments = self._moments[index(variable)]
         rate = tf.cast(learning_rate, tf.float32)
         iterations: Any = self.iterations
         step = tf.cast(iterations + 1, tf.float32)

@@ -2,6 +2,7 @@
 
 import json
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -20,12 +21,34 @@ def num_rows(data) -> int | None:
 
 def num_bytes(data) -> int:
     """The size of arrays, tensors, variables or specs of a known shape."""
-    leaves = keras.tree.flatten(specs_of(data))
     return sum(
         (leaf.shape.num_elements() or 0) * leaf.dtype.size
-        for leaf in leaves
-        if leaf is not None
+        for leaf in leaves(specs_of(data))
     )
+
+
+def leaves(data) -> list:
+    """What a batch, or its specs, is made of, without what is `None`."""
+    return [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+
+
+def of_leaves(take: Callable, like: Any) -> Callable:
+    """A function of a batch as one of its `leaves`.
+
+    Args:
+        take: The function of a batch.
+        like: A batch of that structure, or its specs.
+    """
+
+    def run(*tensors):
+        given = iter(tensors)
+        return take(
+            keras.tree.map_structure(
+                lambda leaf: None if leaf is None else next(given), like
+            )
+        )
+
+    return run
 
 
 def specs_of(data) -> Any:
