@@ -2,9 +2,19 @@
 
 import gc
 
+from tensorflow.python.eager import context
+
 import kmem
 
 _NUM_STEPS = 6
+
+
+def in_one_order():
+    """Within it a graph's operations run one by one, in one order each time.
+
+    So a step's peak is the same each time, and two peaks can be compared.
+    """
+    return context.function_executor_type("SINGLE_THREADED_EXECUTOR")
 
 
 def least_peak_bytes(step, *arguments) -> int:
