@@ -217,10 +217,6 @@ class Step:
         early, _, _ = self.peak(rows, halves, late=False)
         return (late.num_bytes + early.num_bytes) // 2
 
-    def total_bytes(self, rows: int) -> int:
-        """The peak with everything in it, for a batch size."""
-        return self._held_bytes(rows) + self.peak_bytes(rows)
-
     def _held_bytes(self, rows: int) -> int:
         batch = batches.num_bytes(batches.with_rows(self._batch, rows))
         parameters = batches.num_bytes(self._model.variables)

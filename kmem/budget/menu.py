@@ -21,6 +21,7 @@ from kmem.options import MemoryOptions
 from kmem.options import MicroBatches
 from kmem.options import Remat
 from kmem.planning.bounds import InfeasibleBudget
+from kmem.planning.choosing import Chooser
 from kmem.planning.flat import Point
 from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
@@ -55,13 +56,14 @@ class Menu:
         self._num_trials = 0
         self.remat = Remat(budget=max(room, 1))
         self._batch_size = batches.num_rows(batch) or 1
-        self._key = model_key(model, batch)
-        # By options with one or two micro-batches: steps without a plan, what
-        # can be planned, and what a plan's step needs beyond its drawing, for
-        # each example.
+        # By options with one or two micro-batches: steps without a plan, and
+        # what a plan's step needs beyond its drawing, for each example.
         self._trials: dict[MemoryOptions, tuple[Trial, Line]] = {}
-        self._drawings: dict[MemoryOptions, Drawing] = {}
         self._extra: dict[MemoryOptions, float] = {}
+        # By options without micro-batches: what can be planned.
+        self._drawings: dict[MemoryOptions, Drawing] = {}
+        plain = self._drawing(MemoryOptions())
+        self._key = model_key(model, plain, self._batch_size)
 
     def fits(self, choice: Choice) -> bool:
         """Whether it stays within the budget."""
@@ -91,28 +93,28 @@ class Menu:
         given = _key(options, count)
         if given not in self._trials:
             self.say(with_count(options, count))
-            drawing = self.drawing(options, count)
-            trial = self._new_trial(given, None, drawing)
+            drawing = self._drawing(options)
+            trial = Trial(self.model, self.batch, given, drawing, self._key)
             most_size = self.size(options, self.counts(options)[0])
             if count > 1:
                 most_size = min(most_size, self.size(options, 2))
             line = trial.line(self.target - self.in_use, most_size)
-            drawing.size = min(line.size, most_size)
+            drawing.measure_in(min(line.size, most_size))
             self._trials[given] = trial, line
         return self._trials[given]
 
-    def _new_trial(self, options, plan, drawing: Drawing) -> Trial:
-        arguments = self.model, self.batch, options, plan, drawing
-        return Trial(*arguments, self._key)
-
-    def drawing(self, options: MemoryOptions, count: int) -> Drawing:
-        """What can be planned."""
-        given = _key(options, count)
+    def _drawing(self, options: MemoryOptions) -> Drawing:
+        given = _key(options, 1)
         if given not in self._drawings:
             self._drawings[given] = Drawing(
                 *(self.model, self.batch, given, self._verbose)
             )
         return self._drawings[given]
+
+    def chooser(self, options: MemoryOptions, count: int) -> Chooser:
+        """The plans for so many micro-batches."""
+        size = self.size(options, count)
+        return self._drawing(options).at(size, count > 1)
 
     def expected(self, options: MemoryOptions, count: int) -> Choice:
         """What a step in so many micro-batches is going to take."""
@@ -128,10 +130,10 @@ class Menu:
         self.say(options)
         count = options.num_parts
         size = self.size(options, count)
-        drawing = self.drawing(options, count)
-        chooser = drawing.at(size)
+        drawing = self._drawing(options)
+        chooser = self.chooser(options, count)
         plan = Plan(
-            network=drawing.network(size),
+            network=drawing.network(size, count > 1),
             segments=point.segments,
             batch=batches.to_json(batches.with_rows(self.batch, size)),
             mode=profiling.mode(self.model, options),
@@ -140,16 +142,18 @@ class Menu:
             resident_bytes=self.in_use,
             lower_bound_seconds=chooser.lower_bound_seconds(point.peak_bytes),
         )
-        return self._new_trial(_key(options, count), plan, drawing)
+        return Trial(
+            *(self.model, self.batch, options, drawing, self._key),
+            *(plan, drawing.recording(size)),
+        )
 
     def drawn(self, options: MemoryOptions, count: int) -> Choice | None:
         """What the best plan for so many micro-batches is expected to take;
         `None` if there is none."""
-        size = self.size(options, count)
         unplanned = self.expected(options, count)
         try:
             point = self.point(options, count)
-            everything = self.drawing(options, count).at(size).everything
+            everything = self.chooser(options, count).everything
         except (ValueError, tf.errors.ResourceExhaustedError):
             # It cannot be planned, or a layer by itself has no room.
             return None
@@ -164,7 +168,7 @@ class Menu:
     def point(self, options: MemoryOptions, count: int) -> Point | None:
         """The fastest plan that is expected to fit; the smallest if that is
         nearly so."""
-        chooser = self.drawing(options, count).at(self.size(options, count))
+        chooser = self.chooser(options, count)
         room = self.target - self.in_use - self._more_bytes(options, count)
         try:
             return chooser.within(room)
@@ -179,8 +183,8 @@ class Menu:
         if key not in self._extra:
             # As much as one that keeps everything.
             _, line = self.trial(options, count)
-            drawing = self.drawing(options, count)
-            drawn = drawing.at(line.size).everything.peak_bytes
+            chooser = self._drawing(options).at(line.size, count > 1)
+            drawn = chooser.everything.peak_bytes
             more = (line.peak_bytes - drawn) / line.size
             # Plain steps are in no order, which may take more.
             self._extra[key] = min(more, 0) if count == 1 else more

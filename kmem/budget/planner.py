@@ -198,7 +198,7 @@ def make_plan(
         _learned.pop(next(iter(_learned)))
     corrector = Corrector(
         *(learned, microbatch, mode, in_use),
-        _runner(model, batch, options),
+        _runner(model, batch, options, recording),
     )
     return corrector.plan(remat.budget, reserved_bytes, argument)
 
@@ -206,14 +206,14 @@ def make_plan(
 class Drawing:
     """What the steps of a model need, in micro-batches of any size.
 
+    Its layers are measured once, in the smallest of the sizes that were asked
+    for until then.
+
     Args:
         model: The model, with its variables.
         batch: The whole batch, as `tf.TensorSpec`s.
-        options: The options; of micro-batches, that there are some.
+        options: The options, without micro-batches.
         verbose: 1 shows progress.
-
-    Attributes:
-        size: Of the micro-batches in which its layers are measured.
     """
 
     def __init__(
@@ -228,12 +228,18 @@ class Drawing:
         self._options = options
         self._verbose = verbose
         self._costs = "measured" if memory.is_counted() else "flops"
-        self._choosers: dict[int, Chooser] = {}
+        self._choosers: dict[tuple[int, bool], Chooser] = {}
+        self._recordings: dict[int, Recording] = {}
         self._measured: Network | None = None
-        self.size = 1
+        self._size = batches.num_rows(batch) or 1
 
-    def at(self, size: int) -> Chooser:
-        """The plans for micro-batches of a size.
+    def measure_in(self, size: int) -> None:
+        """Asks for layers to be measured in micro-batches of a size."""
+        if self._measured is None:
+            self._size = min(self._size, size)
+
+    def at(self, size: int, is_split: bool) -> Chooser:
+        """The plans for micro-batches of a size, of one or of several.
 
         Raises:
             ValueError: If the model's step cannot be planned for.
@@ -242,27 +248,32 @@ class Drawing:
         if self._measured is None:
             if profiling.mode(self._model, self._options) == "xla":
                 control.prefer_little_memory()
-            recording = self._record(self.size)
             self._measured = _network(
-                *(self._model, recording, self._options),
+                *(self._model, self.recording(self._size), self._options),
                 *(self._costs, self._verbose),
             )
-        if size not in self._choosers:
-            network = self._measured.scaled(size / self.size)
-            self._choosers[size] = Chooser(network)
-        return self._choosers[size]
+        if (size, is_split) not in self._choosers:
+            network = self._measured.scaled(size / self._size)
+            keeps = is_split or network.keeps_gradients
+            self._choosers[size, is_split] = Chooser(
+                dataclasses.replace(network, keeps_gradients=keeps)
+            )
+        return self._choosers[size, is_split]
 
-    def network(self, size: int) -> Network:
+    def network(self, size: int, is_split: bool) -> Network:
         """That of micro-batches of a size, with its values as they are."""
-        tensors = self._record(size).tensors
-        return dataclasses.replace(
-            self.at(size).network, value_bytes=tuple(map(num_bytes, tensors))
-        )
+        sizes = tuple(map(num_bytes, self.recording(size).tensors))
+        network = self.at(size, is_split).network
+        return dataclasses.replace(network, value_bytes=sizes)
 
-    def _record(self, size: int) -> Recording:
-        with precision.applied(self._model, self._options.mixed_precision):
+    def recording(self, size: int) -> Recording:
+        """What the model calls in a micro-batch of a size."""
+        if size not in self._recordings:
             microbatch = batches.with_rows(self._batch, size)
-            return profiling.record_batch(self._model, microbatch)
+            with precision.applied(self._model, self._options.mixed_precision):
+                recording = profiling.record_batch(self._model, microbatch)
+            self._recordings[size] = recording
+        return self._recordings[size]
 
 
 def _network(
@@ -301,7 +312,7 @@ def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
 
 
 def _runner(
-    model: keras.Model, batch, options: MemoryOptions
+    model: keras.Model, batch, options: MemoryOptions, recording: Recording
 ) -> Callable[[Plan], Measurement | None] | None:
     """What runs the model's step by a plan, if that can be done."""
     strategy = model.distribute_strategy
@@ -314,7 +325,7 @@ def _runner(
     group = agreeing.processes(options)
 
     def run(plan: Plan) -> Measurement | None:
-        session = Session(model, options, plan)
+        session = Session(model, options, plan, recording=recording)
         measurement = dry_run.of_session(session, batch)
         return measurement and measurement.agreed(group)
 

@@ -252,15 +252,14 @@ class _Search:
 
     def _smallest(self, options: MemoryOptions, count: int) -> None:
         """Tries what needs the least: an error tells of it if nothing fits."""
-        drawing = self._menu.drawing(options, count)
-        size = self._menu.size(options, count)
         ran = {choice.options for choice in self._ran}
         for remat in (None, self._menu.remat):
             given = with_count(dataclasses.replace(options, remat=remat), count)
             if remat is None and given in ran:
                 continue
             try:
-                point = drawing.at(size).smallest if remat else None
+                chooser = self._menu.chooser(options, count)
+                point = chooser.smallest if remat else None
             except (ValueError, tf.errors.ResourceExhaustedError):
                 return
             choice = self._measured(given, point)

@@ -26,6 +26,7 @@ from kmem.budget.planner import Drawing
 from kmem.fit.session import Session
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
+from kmem.keras_graph.recording import Recording
 from kmem.options import MemoryOptions
 from kmem.options import MicroBatches
 from kmem.planning.plan import Plan
@@ -70,9 +71,10 @@ class Trial:
         model: The model, compiled and with its variables.
         batch: The whole batch, as `tf.TensorSpec`s.
         options: The options. If they have micro-batches, any number of them.
-        plan: What the step recomputes, if it does.
         drawing: What to expect of a step where none can be measured.
         key: What the model's steps are known by, if others' are alike.
+        plan: What the step recomputes, if it does.
+        recording: What the plan was made from.
 
     Attributes:
         plan: As given.
@@ -84,9 +86,10 @@ class Trial:
         model: Any,
         batch: Any,
         options: MemoryOptions,
-        plan: Plan | None,
         drawing: Drawing,
-        key: str = "",
+        key: str,
+        plan: Plan | None = None,
+        recording: Recording | None = None,
     ):
         self._model = model
         self._batch = batch
@@ -97,6 +100,7 @@ class Trial:
             options = dataclasses.replace(options, microbatches=two)
         self._options = options
         self.plan = plan
+        self._recording = recording
         self._drawing = drawing
         self._group = agreeing.processes(options)
         self._key = key and (
@@ -183,7 +187,7 @@ class Trial:
         if self.plan is not None:
             point: Any = self.plan.simulation
         else:
-            point = self._drawing.at(size).everything
+            point = self._drawing.at(size, self._parts > 1).everything
         return Measurement(point.peak_bytes, self._parts * point.seconds)
 
     @contextlib.contextmanager
@@ -191,7 +195,10 @@ class Trial:
         """Within, a step can be taken again and again when the session is
         installed; what it changes is given back."""
         if self.session is None:
-            self.session = Session(self._model, self._options, self.plan)
+            self.session = Session(
+                *(self._model, self._options, self.plan),
+                recording=self._recording,
+            )
             self._step = any_size(self.session, self._batch)
         specs = batches.with_rows(self._batch, self.rows(size))
         self.session.changes.build(specs)
@@ -253,12 +260,12 @@ def _through(points: list[tuple[int, float, float]]) -> Line:
     return Line(size, peak, seconds, more, slower)
 
 
-def model_key(model: Any, batch: Any) -> str:
+def model_key(model: Any, drawing: Drawing, size: int) -> str:
     """What the steps of a model are known by; nothing if only it knows."""
     if not capture.has_default_step(model):
         return ""
     try:
-        recording = profiling.record_batch(model, batch)
+        recording = drawing.recording(size)
     except Exception:
         # One that cannot be recorded can be run all the same.
         return ""

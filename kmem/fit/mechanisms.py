@@ -26,6 +26,7 @@ from kmem.fit.undoing import Changes
 from kmem.graph import ordering
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
+from kmem.keras_graph.recording import Recording
 from kmem.options import DTR
 from kmem.options import MemoryOptions
 from kmem.options import MixedPrecision
@@ -128,15 +129,27 @@ class SplitStep(WholeStep):
 
 
 class Planned(Mechanism):
-    """Changes how a training step calls the layers of a plan's segments."""
+    """Changes how a training step calls the layers of a plan's segments.
 
-    def __init__(self, model: keras.Model, options: MemoryOptions, plan: Plan):
+    Args:
+        recording: What the plan was made from, if that was just now; else the
+            model is recorded anew, and the plan has to be of it.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        options: MemoryOptions,
+        plan: Plan,
+        recording: Recording | None = None,
+    ):
         self._model = model
         self._segments = plan.segments
-        batch = batches.from_json(plan.batch)
-        with precision.applied(model, options.mixed_precision):
-            recording = profiling.record_batch(model, batch)
-        applying.check(plan.network, recording)
+        if recording is None:
+            batch = batches.from_json(plan.batch)
+            with precision.applied(model, options.mixed_precision):
+                recording = profiling.record_batch(model, batch)
+            applying.check(plan.network, recording)
         self._frame = recording.frame
 
     def computing(self, training: bool) -> Context:

@@ -30,6 +30,7 @@ from kmem.fit.mechanisms import WholeStep
 from kmem.fit.undoing import Changes
 from kmem.fit.undoing import Undoing
 from kmem.graph import releasing
+from kmem.keras_graph.recording import Recording
 from kmem.losses.chunked_loss import ChunkedLoss
 from kmem.options import MemoryOptions
 from kmem.planning.plan import Plan
@@ -56,6 +57,7 @@ class Session:
         plan: What `options.remat` recomputes.
         is_users: Whether a user trains: a step that fails is undone then, and
             layers that see parts of batches are named.
+        recording: What the plan was made from, if that was just now.
 
     Raises:
         ValueError: If the model is not compiled, or an option cannot work
@@ -68,6 +70,7 @@ class Session:
         options: MemoryOptions,
         plan: Plan | None = None,
         is_users: bool = False,
+        recording: Recording | None = None,
     ):
         requirements.check(model, options)
         if is_users and model.jit_compile and not options.allows_xla:
@@ -80,9 +83,11 @@ class Session:
         self._made: dict[str, Callable] = {}
         # By name: what is on the model, and what was there before.
         self._installed: dict[str, tuple[Callable, Any]] = {}
-        self._put_together(plan, is_users)
+        self._put_together(plan, is_users, recording)
 
-    def _put_together(self, plan: Plan | None, is_users: bool) -> None:
+    def _put_together(
+        self, plan: Plan | None, is_users: bool, recording: Recording | None
+    ) -> None:
         """Makes the mechanisms, the outermost first."""
         model, options, optimizer = self.model, self.options, None
         mixed = evicting = planned = sharded = undoing = None
@@ -93,7 +98,7 @@ class Session:
         optimizer = optimizer or model.optimizer
         self.changes = Changes(model, optimizer)
         if plan is not None:
-            planned = Planned(model, options, plan)
+            planned = Planned(model, options, plan, recording)
         processes = Alone()
         if options.sharding is not None:
             sharded = ShardedTraining(

@@ -11,6 +11,7 @@ this module does not do: see what is fused across layers.
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,8 @@ from kmem.step.batches import num_bytes
 # A processor of no particular make, for times that are computed.
 _FLOPS_PER_SECOND = 1e11
 _BYTES_PER_SECOND = 1e10
-# The fastest of some runs; a short layer is repeated for a while in each.
+# The fastest of some runs, in each of which a short layer is repeated for so
+# long: beside that, what starts and ends a run is little.
 _NUM_RUNS = 3
 _ENOUGH_SECONDS = 0.02
 _MAX_REPEATS = 50
@@ -106,11 +108,14 @@ class _Step:
         variables = getattr(call.operation, "variables", [])
         self._parameter_bytes = sum(num_bytes(v.value) for v in variables)
 
+    @functools.cached_property
+    def _forward(self):
+        function = releasing.function(self._run)
+        return function.get_concrete_function(self._inputs)
+
     def cost(self, measured: bool, compiled: bool) -> Cost:
         both = _Backward(self._run, self._variables)
         traced = both.trace(self._inputs, self._results)
-        forward = releasing.function(self._run)
-        forward = forward.get_concrete_function(self._inputs)
         is_counted = memory.is_counted()
         forward_run = backward_run = _Run(0.0, 0)
         if measured or is_counted:
@@ -120,7 +125,7 @@ class _Step:
         forward_peak = forward_run.peak_bytes
         backward_peak = backward_run.peak_bytes
         if not is_counted:
-            forward_peak = _computed_peak_bytes(forward)
+            forward_peak = _computed_peak_bytes(self._forward)
             backward_peak = _computed_peak_bytes(traced)
         own_bytes = both.residual_bytes + both.gradient_bytes
         own_bytes += sum(num_bytes(self._results[i]) for i in both.kept_outputs)
@@ -133,7 +138,7 @@ class _Step:
             seconds = forward_run.seconds
             gradient_seconds = backward_run.seconds - again * seconds
         else:
-            seconds = _computed_seconds(forward)
+            seconds = _computed_seconds(self._forward)
             gradient_seconds = _computed_seconds(traced) - seconds
         return Cost(
             kept_inputs=both.kept_inputs,
@@ -330,10 +335,12 @@ def _measure(repeat: Callable[[int], Any]) -> _Run:
     counting = memory.track() if memory.is_counted() else None
     with counting or contextlib.nullcontext() as usage:
         short = min(seconds(1) for _ in range(_NUM_RUNS))
+    peak_bytes = usage.peak_bytes - usage.start_bytes if usage else 0
+    if short >= _ENOUGH_SECONDS:
+        return _Run(short, peak_bytes)
     estimate = max(seconds(2) - short, 0.0)
     more = min(_MAX_REPEATS, 1 + int(_ENOUGH_SECONDS / (estimate + 1e-6)))
     long = min(seconds(1 + more) for _ in range(_NUM_RUNS))
-    peak_bytes = usage.peak_bytes - usage.start_bytes if usage else 0
     return _Run(max(0.0, long - short) / more, peak_bytes)
 
 
