@@ -92,16 +92,16 @@ def limit(
         if not library.kmem_set_limit(number, native_size):
             raise ValueError(
                 "`size` must be at least what is in use, which is "
-                f"{current(device)} bytes. Received: size={num_bytes}"
+                f"{current(device)} bytes. Received: size={size!r}"
             )
     elif num_bytes is None:
         raise ValueError(
-            f"`size` must be that of the pool. Received: size=None, {pool=}"
+            f"`size` must be the size of the pool. Received: size=None, {pool=}"
         )
     elif not library.kmem_ask_for_pool(number, kind, num_bytes):
         raise RuntimeError(
-            "A pool must be asked for before the first TensorFlow operation, "
-            "and there has been one, or another pool."
+            "A pool must be set before the first TensorFlow operation, and "
+            "only once. Received: TensorFlow runs already, or has a pool"
         )
 
 
@@ -344,10 +344,10 @@ def _is_counted() -> bool:
         native.allocator()
     except native.NativeLibraryError as error:
         warnings.warn(
-            "kmem cannot count the bytes that TensorFlow uses, so that "
-            "`remat`, `memory_budget`, `kmem.plan` and `kmem.profile` go by "
-            "predicted bytes and computed times, and a step that needs more "
-            f"than a budget is neither seen nor undone. {error}",
+            "kmem cannot count the bytes that TensorFlow uses. `remat`, "
+            "`memory_budget`, `kmem.plan` and `kmem.profile` use predicted "
+            "bytes and computed times instead, and a step that exceeds its "
+            f"budget is neither noticed nor undone. {error}",
             stacklevel=3,
         )
         return False

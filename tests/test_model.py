@@ -487,7 +487,7 @@ def test_saved_models_load_without_kmem(
 BAD = [
     ({"microbatches": 0}, ValueError, "positive integer"),
     ({"microbatches": "4"}, ValueError, "positive integer"),
-    ({"microbatches": 21}, ValueError, "not be larger than the batch"),
+    ({"microbatches": 21}, ValueError, "not be larger than the batch size"),
     ({"microbatch": 4}, TypeError, "Did you mean `microbatches`?"),
     ({"epoch": 4}, TypeError, "Did you mean `epochs`?"),
     ({"mixed_precision": "fp16"}, ValueError, "must be one of"),
@@ -530,7 +530,7 @@ def dataset():
 
 @pytest.mark.parametrize("data", [arrays, dataset, lambda: (Batches(),)])
 def test_too_many_parts_are_refused_whatever_the_data_is(model, data):
-    with pytest.raises(ValueError, match="not be larger than the batch"):
+    with pytest.raises(ValueError, match="not be larger than the batch size"):
         model.fit(*data(), microbatches=33)
 
 

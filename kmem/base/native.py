@@ -97,8 +97,8 @@ def allocator() -> ctypes.CDLL:
     if os.environ.get("TF_CPU_ALLOCATOR_USE_BFC", "").lower() in ("1", "true"):
         raise NativeLibraryError(
             "The environment variable TF_CPU_ALLOCATOR_USE_BFC must not be "
-            "set: TensorFlow then keeps a pool of its own, and kmem would "
-            "count the pool rather than what is in use."
+            "set: with it TensorFlow keeps a pool of its own, and kmem would "
+            "count the pool instead of the bytes in use. Unset it."
         )
     return _state.library
 

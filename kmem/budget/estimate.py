@@ -340,8 +340,8 @@ def _traced_rows(model: keras.Model, specs: Any) -> int:
         if not any(size and size % prime == 0 for size in others):
             return prime
     raise ValueError(
-        f"A dimension must not be a multiple of each of {_PRIMES}. "
-        f"Received: model={model.name}"
+        "The model must have no dimension that is a multiple of each of "
+        f"{_PRIMES}. Received: model={model.name}"
     )
 
 

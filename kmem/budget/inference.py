@@ -322,8 +322,8 @@ class BudgetedInference:
         if text:
             raise ValueError(
                 f"A step that {_DOES[kind]} does not fit in `memory_budget` "
-                "whole, and a batch can be split only if what is computed of "
-                "an example does not depend on the others: give a smaller "
+                "whole, and its batch cannot be split, because an example's "
+                "results depend on the other examples: give a smaller "
                 "`batch_size` or a larger budget. Received: of "
                 f"{rows} examples in two parts, {text}; "
                 f"{received_budget(self._given, self._budget)}"

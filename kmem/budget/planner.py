@@ -136,8 +136,8 @@ def plan_for(
         return plan
     if batch is None:
         raise ValueError(
-            "`remat` must be a `kmem.Plan` if the shapes of the batches "
-            "cannot be told: make one with `kmem.plan(model, batch)`. "
+            "`remat` must be a `kmem.Plan` if the shapes of the batches are "
+            "not known: make one with `kmem.plan(model, batch)`. "
             f"Received: remat={remat.budget!r}"
         )
     plan = make_plan(

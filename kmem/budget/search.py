@@ -77,9 +77,9 @@ def choose(
     is_counted = memory.is_counted()
     if not is_counted and agreeing.processes(given).size > 1:
         raise ValueError(
-            "`memory_budget` must be of a single process where bytes cannot "
-            "be counted: import kmem before the first TensorFlow operation, "
-            "or train without it. Received: "
+            "`memory_budget` of several processes needs bytes that can be "
+            "counted: import kmem before the first TensorFlow operation, or "
+            "train without a budget. Received: "
             f"memory_budget={options.memory_budget!r}"
         )
     in_use = planner.in_use_bytes(model, batch, given)

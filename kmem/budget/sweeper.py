@@ -186,8 +186,8 @@ class _Sweeper:
         programs = [] if unlimited.error else unlimited.record()
         if unlimited.error:
             raise ValueError(
-                "A step must fit in the device under DTR. Received: "
-                f"{unlimited.error}"
+                "A step must fit in the device under DTR without a threshold: "
+                f"make the batch smaller. Received: {unlimited.error}"
             )
         peaks = None if self._plain.error else unlimited.peaks
         in_pool = memory.pool() is not None

@@ -45,9 +45,9 @@ from kmem.step import batches
 
 _SESSIONS = "_kmem_budgeted"
 _NOTHING_LESS = (
-    "A step ran out of memory, with every option that is known to need less "
-    "as well. The model is as it was before the step: make the batch smaller "
-    "or the budget larger."
+    "A step ran out of memory, and so did every option that is known to need "
+    "less. The model is as it was before the step: make the batch smaller or "
+    "the budget larger."
 )
 
 

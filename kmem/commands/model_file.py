@@ -50,9 +50,9 @@ def load(args: argparse.Namespace) -> "tuple[keras.Model, Any]":
     except Exception as error:  # Whatever the file leads Keras to.
         first_sentence = str(error).strip().partition("\n")[0].split(". ")[0]
         raise arguments.WrongFileError(
-            "A model's file must be one that `model.save` wrote and Keras can "
-            "load by itself; from Python, one with code of your own will do "
-            f"as well. Received: {args.model} ({first_sentence})"
+            "A model's file must be one that `model.save` wrote and that Keras "
+            "can load without your code. For a model with code of your own, "
+            f"use Python. Received: {args.model} ({first_sentence})"
         ) from error
     return model, _batch(model, args.batch)
 
@@ -93,7 +93,7 @@ def _spec(shape, dtype: str, rows: int) -> "tf.TensorSpec":
 
     if any(size is None for size in shape[1:]):
         raise arguments.WrongFileError(
-            "The model's inputs and outputs must have a fixed shape but for "
-            f"the number of rows. Received: shape={shape}"
+            "The model's inputs and outputs must have a fixed shape, except "
+            f"the batch size. Received: shape={shape}"
         )
     return tf.TensorSpec([rows, *shape[1:]], dtype)

@@ -74,9 +74,9 @@ def _check_layers(model, options: MemoryOptions) -> None:
         # The largest of the batches' would be right, and not their sum.
         if getattr(variable, "overwrite_with_gradient", False):
             raise ValueError(
-                f"`{adding_up}` adds up gradients, and needs weights that an "
-                "optimizer updates by them: give no model that is quantized "
-                "to float8, or use `remat` or `dtr`. Received: "
+                f"`{adding_up}` adds up gradients, which a model that is "
+                "quantized to float8 cannot have: its scales are overwritten "
+                "by their gradients. Use `remat` or `dtr`. Received: "
                 f"overwrite_with_gradient=True of {variable.path}"
             )
 
@@ -109,12 +109,13 @@ def _check_xla(model, options: MemoryOptions) -> None:
     """Refuses XLA where it was asked for, and not where it is the default."""
     if not model.jit_compile or private_keras.compiles_by_default(model):
         return
-    reason = "`sharding` sends weights while a step runs, and XLA makes them"
+    reason = "`sharding` sends weights between operators, and XLA makes"
     if options.dtr is not None:
-        reason = "`dtr` sees operators one by one, and XLA makes them"
+        reason = "`dtr` evicts tensors between operators, and XLA makes"
     raise ValueError(
-        f"{reason} one program: call `model.compile(jit_compile=False)`, or "
-        "use `remat`. Received: jit_compile=True"
+        f"{reason} one program of all: call "
+        "`model.compile(jit_compile=False)`, or use `remat`. "
+        "Received: jit_compile=True"
     )
 
 
@@ -171,7 +172,7 @@ def check_batch(
     rows = pipeline.batch_rows(arguments)
     if rows is not None and rows < options.microbatches.count:
         raise ValueError(
-            "`microbatches` must not be larger than the batch. Received: "
+            "`microbatches` must not be larger than the batch size. Received: "
             f"microbatches={options.microbatches.count} for batches of "
-            f"{rows} rows"
+            f"{rows} examples"
         )

@@ -153,9 +153,9 @@ def prefer_little_memory() -> bool:
             os.environ["XLA_FLAGS"] = flags
     if not took_effect and memory.is_counted("CPU"):
         warnings.warn(
-            "XLA has compiled before kmem could choose an order that takes "
-            "little memory, so that budgets may need more recomputation, or "
-            "not be kept by a plan that was made elsewhere. Start Python with "
+            "XLA compiled something before kmem could select the order of "
+            "operations that takes little memory. Plans may recompute more, "
+            "and saved plans may exceed their budget. Start Python with "
             f"the environment variable XLA_FLAGS='{wanted}'",
             stacklevel=3,
         )

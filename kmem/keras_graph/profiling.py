@@ -184,9 +184,9 @@ def _cost_of(call: Call, measured: bool, compiled: bool) -> Cost:
         raise tf.errors.ResourceExhaustedError(
             None,
             None,
-            f"{call.name} does not fit in the device by itself, with its "
-            "gradient, so that it cannot be measured: make the batch smaller, "
-            f"or split it (`microbatches`). {error.message}",
+            f"{call.name} with its gradient does not fit in the device even "
+            "alone, so that it cannot be measured: make the batch smaller, or "
+            f"split it with `microbatches`. {error.message}",
         ) from None
 
 

@@ -64,7 +64,7 @@ class Network:
                 "TensorFlow's servers listen on every network interface of "
                 "this machine and ask nobody for a password, as the kernel "
                 "does not let the processes have a network of their own "
-                f'({self.refusal}). `network="host"` says that this is meant.',
+                f'({self.refusal}). If this is safe, give `network="host"`.',
                 RuntimeWarning,
                 stacklevel=4,
             )

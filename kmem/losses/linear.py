@@ -86,7 +86,7 @@ class LinearCrossEntropy:
             )
         if not (z_loss == 0 or is_real(z_loss, 0, 1e30)):
             raise ValueError(
-                f"`z_loss` must be a number from 0 on. Received: {z_loss=!r}"
+                f"`z_loss` must be 0 or a positive number. Received: {z_loss=}"
             )
         self._reduction: Any = None if reduction == "none" else reduction
         self._ignore_class = ignore_class

@@ -54,9 +54,9 @@ def warn(levels: list, history: dict[str, list]) -> None:
         left = history.get(f"{level.name}_residual", [0.0])
         if not left[-1] < _MOST_LEFT:
             warnings.warn(
-                f"The solver of level '{level.name}' did not converge: it "
-                f"left {left[-1]:.3g} of a gradient's norm, in the mean of "
-                "the last epoch, so that what passes through the level is "
+                f"The solver of level '{level.name}' did not converge: its "
+                f"residual is {left[-1]:.3g} of the gradient's norm, in the "
+                "mean of the last epoch, so the gradient through the level is "
                 "wrong. Try more `iterations`; `damping`, or "
                 "`MinimalResidual`, where the Hessian has negative "
                 f"eigenvalues; a smaller `alpha`. It is {level.hypergradient}",
@@ -76,10 +76,10 @@ def warn(levels: list, history: dict[str, list]) -> None:
         names = [f"'{name}'" for name in lost if begins[name] == first]
         warnings.warn(
             f"The loss of level {', '.join(names)} is not finite from epoch "
-            f"{first + 1} of this `fit` on. What a level learns may have run "
-            "away: keep it within bounds, such as by `ops.sigmoid` or "
+            f"{first + 1} of this `fit` on. Its variables may have diverged: "
+            "keep them within bounds, such as by `ops.sigmoid` or "
             "`ops.softplus` in the loss or by a `constraint`, or give the "
-            "level `clipnorm` or a smaller learning rate",
+            "level `clipnorm` or a smaller learning rate.",
             stacklevel=3,
         )
 

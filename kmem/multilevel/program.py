@@ -204,8 +204,8 @@ class Program(keras.Model):
             self.prepare(data)
         if self._structure is None:
             raise ValueError(
-                "`summary` needs to know what the levels are given: call "
-                "`summary(data)` with what `fit` gets. Received: data=None"
+                "`summary` needs the data of the levels: call `summary(data)` "
+                "with what `fit` gets as `x`. Received: data=None"
             )
         peaks = [self._peak(level) for level in self.levels]
         print_fn(self._structure.table(peaks))

@@ -226,10 +226,10 @@ class Round:
         paths = [v.path for v in level.variables if id(v) not in reached]
         more = f", and {len(paths) - 4} more" if len(paths) > 4 else ""
         warnings.warn(
-            f"Some variables of level '{level.name}' get a gradient along no "
-            "path, and its optimizer is given zeros for them: "
-            f"{', '.join(paths[:4])}{more}. Set `trainable=False` on their "
-            "layers if that is what you want.",
+            f"No gradient reaches some variables of level '{level.name}', and "
+            f"its optimizer gets zeros for them: {', '.join(paths[:4])}{more}. "
+            "Look for `stop_gradient` in the losses, or set `trainable=False` "
+            "on the layers of these variables.",
             stacklevel=2,
         )
 

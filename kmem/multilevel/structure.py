@@ -125,8 +125,7 @@ def check_levels(levels: Any) -> None:
     """Checks what a program is made of."""
     if not isinstance(levels, list | tuple) or not levels:
         raise ValueError(
-            "`levels` must be a list of levels, lowest first: levels that read "
-            "each other have no order of their own. "
+            "`levels` must be a list of levels, lowest first. "
             f"Received: levels={levels!r}"
         )
     for level in levels:
@@ -215,8 +214,8 @@ def check_responses(levels: list[Level], edges: Edges) -> None:
                 "must respond by its own loss alone: its loss may read no "
                 "level below that depends on it in turn, since that takes "
                 "third derivatives. Make one level of them, with one loss, "
-                "or leave the first edge out of `edges`: then the level takes "
-                "what is below for constant, in its own gradient too. "
+                "or leave the first edge out of `edges`: then the level "
+                "treats what is below as constant, in its own gradient too. "
                 f"Received: the gradient of level '{names[top]}' through "
                 f"level '{names[number]}', whose own goes {path}"
             )

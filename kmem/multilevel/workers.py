@@ -128,22 +128,22 @@ def check(program: keras.Model, levels: list, option: Sharding) -> None:
     if option.stage == "full" or option != plain:
         raise ValueError(
             '`sharding` of a `Program` must be "gradients" or "optimizer", '
-            "and everything must travel whole and in its own dtype: second "
-            'derivatives are those of whole weights, which "full" never has. '
+            "with no other setting than `cpu_offload`: second derivatives "
+            'need whole weights, which "full" never has. '
             f"Received: sharding={option}"
         )
     if program.jit_compile:
         raise ValueError(
-            "`sharding` sends weights while a step runs, and XLA cannot: "
+            "`sharding` sends weights between operators, and XLA cannot: "
             "call `program.compile(jit_compile=False)`. "
             "Received: jit_compile=True"
         )
     for level in levels:
         if level.start is not None or level.kept_steps:
             raise ValueError(
-                "`sharding` keeps weights and optimizers in shards between "
-                "passes, and a level must not have a `start`, `Unrolled()` or "
-                "`SAMA()` then, which are of whole ones. "
+                "Under `sharding` a level must not have a `start`, "
+                "`Unrolled()` or `SAMA()`: they need whole weights and "
+                "optimizers, which are in shards between passes. "
                 f"Received: level '{level.name}'"
             )
         remat = level.options.remat

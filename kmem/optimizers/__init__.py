@@ -78,8 +78,8 @@ class AdamW8bit(keras.optimizers.AdamW):
     ):
         if kwargs.pop("amsgrad", False):
             raise ValueError(
-                "`AdamW8bit` keeps two moments and no maximum. Use "
-                "`keras.optimizers.AdamW`. Received: amsgrad=True"
+                "`AdamW8bit` has no `amsgrad`: use `keras.optimizers.AdamW`. "
+                "Received: amsgrad=True"
             )
         super().__init__(
             learning_rate=learning_rate,

@@ -39,9 +39,9 @@ class InfeasibleBudget(ValueError):
         if written not in ("", str(budget_bytes)):
             received += f" ({budget_bytes} bytes)"
         super().__init__(
-            f"`{name}` must be a peak that some schedule stays within. The "
-            f"smallest known is {smallest_bytes}; none is below "
-            f"{lower_bound_bytes}. Received: {received}"
+            f"`{name}` must be at least {smallest_bytes} bytes, the smallest "
+            "peak that is known to be possible; none is possible below "
+            f"{lower_bound_bytes} bytes. Received: {received}"
         )
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes

@@ -269,10 +269,10 @@ def check_optimizers(model: keras.Model) -> None:
     if others:
         names = ", ".join(type(each).__name__ for each in others)
         raise ValueError(
-            "A checkpoint of shards must be of a model that has no optimizer "
-            "besides `model.optimizer`: the state of others would be lost. "
-            "Save it with `keras.callbacks.BackupAndRestore`, or its "
-            f"optimizers by yourself. Received: {names} as well"
+            "A sharded checkpoint holds no optimizer but `model.optimizer`: "
+            "the state of the others would be lost. Save the model with "
+            "`keras.callbacks.BackupAndRestore`, or its other optimizers by "
+            f"yourself. Received: {names} as well"
         )
 
 

@@ -161,8 +161,8 @@ def check_is_free(folder: pathlib.Path) -> None:
     path = folder / _INDEX
     if has_index(folder) and not path.read_bytes().startswith(_BEGIN.encode()):
         raise ValueError(
-            "`folder` must be one of kmem's own. Give another one, or remove "
-            f"what is not of kmem. Received: {path}, which no checkpoint has"
+            "`folder` must be empty or hold a checkpoint of kmem: give another "
+            f"one, or remove {path.name}. Received: {path}, not of a checkpoint"
         )
 
 

@@ -129,18 +129,18 @@ def _check_in_shards(model, options: MemoryOptions) -> None:
         )
     if options.memory_budget is not None:
         raise ValueError(
-            "`memory_budget` needs a model that each process can have whole "
-            "between the steps, to measure it: give `microbatches` and a "
-            "`kmem.Plan` as `remat` to one that was built under "
-            "`kmem.ShardedStrategy`. Received: "
+            "`memory_budget` measures the whole model in each process, and "
+            "cannot measure one that was built under `kmem.ShardedStrategy`: "
+            "give `microbatches`, and a `kmem.Plan` as `remat`, instead. "
+            "Received: "
             f"memory_budget={options.memory_budget}"
         )
     plans = options.remat is not None and not options.remat.plan
     if plans and engine().size > 1:
         raise ValueError(
             "`remat` must be a `kmem.Plan`, or the path of one, for a model "
-            "that is in shards, which no process can measure by itself: make "
-            "one with `kmem.plan` of a model like it before. "
+            "that is in shards, which no process can measure alone: make the "
+            "plan with `kmem.plan`, of the same model outside of the strategy. "
             f"Received: remat={options.remat}"
         )
 

@@ -308,7 +308,7 @@ def test_any_plan_trains_as_plain_keras_to_the_bit(build, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:XLA has compiled")
+@pytest.mark.filterwarnings("ignore:XLA compiled something")
 def test_a_plan_in_xla_trains_as_plain_keras_up_to_rounding():
     plain = _trained(residual_net, None, jit_compile=True)
     planned = _trained(residual_net, 0, jit_compile=True)

@@ -20,4 +20,4 @@ def test_a_budget_that_cannot_be_kept_names_one_that_can(saved_model, capsys):
     assert cli.main([*command, "--budget", "1KB"]) == 1
     errors = capsys.readouterr().err
     assert errors.startswith("kmem plan: `budget` must be")
-    assert "The smallest known is" in errors
+    assert "the smallest peak that is known" in errors

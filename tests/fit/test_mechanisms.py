@@ -321,7 +321,7 @@ def test_what_cannot_work_is_refused_before_anything_is_changed(model):
 
     with pytest.raises(ValueError, match="Received: jit_compile=True"):
         requirements.check(model, options)
-    with pytest.raises(ValueError, match="not be larger than the batch"):
+    with pytest.raises(ValueError, match="not be larger than the batch size"):
         requirements.check_batch(
             {"x": np.zeros((8, 4)), "batch_size": 4},
             kmem.MemoryOptions(microbatches=5),

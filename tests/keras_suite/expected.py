@@ -73,7 +73,7 @@ LISTED: list[Listed] = [
 
 # What a refusal says. Every test whose `fit` raises one is listed by it.
 REFUSALS: dict[str, tuple[str, ...]] = {
-    "`microbatches` must not be larger than the batch": _MICROBATCHES,
+    "`microbatches` must not be larger than the batch size": _MICROBATCHES,
     "call `model.compile(jit_compile=False)`": ("dtr", "sharding"),
     "`dtr` must have one replica in a process": ("dtr",),
     "`memory_budget` must have one replica in a process": ("memory_budget",),

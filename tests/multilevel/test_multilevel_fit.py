@@ -423,7 +423,7 @@ def keeping():
         (lambda: level("one", loss=3), "`loss` must be a function"),
         (
             lambda: Program([level("one")]).summary(),
-            "`summary` needs to know what the levels are given",
+            "`summary` needs the data of the levels",
         ),
         (
             lambda: fit([level("one")], validation=Vector([1.0], "plain")),

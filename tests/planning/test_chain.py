@@ -258,7 +258,7 @@ def test_says_which_budget_would_do():
     smallest = solver.smallest.peak_bytes
     with pytest.raises(
         InfeasibleBudget,
-        match=f"smallest known is {smallest};.*budget_bytes={smallest - 1}",
+        match=f"at least {smallest} bytes,.*budget_bytes={smallest - 1}",
     ) as error:
         solver.within(smallest - 1)
     assert error.value.smallest_bytes == smallest

@@ -61,7 +61,7 @@ def test_a_budget_is_kept_and_used():
     assert cases.cost(network, plan)[0] <= 40
     assert cases.cost(network, plan)[1] < smallest[1]
     with pytest.raises(
-        InfeasibleBudget, match=f"smallest known is {smallest[0]};"
+        InfeasibleBudget, match=f"at least {smallest[0]} bytes,"
     ):
         flat.search(network, budget_bytes=smallest[0] - 1)
 
