@@ -53,6 +53,11 @@ class TensorAtPeak:
     dtype: str
     num_bytes: int
 
+    def __str__(self) -> str:
+        name = self.layer or self.operation[-32:]
+        size = format_size(self.num_bytes)
+        return f"{name:<32} {size:>10} {self.dtype}{list(self.shape)}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
@@ -110,11 +115,7 @@ class Estimate:
             for name, size in self.options.items()
         ]
         lines += ["", "the largest tensors at the peak"]
-        lines += [
-            f"{t.layer or t.operation[-32:]:<32} {format_size(t.num_bytes):>10}"
-            f" {t.dtype}{list(t.shape)}"
-            for t in self.tensors
-        ]
+        lines += map(str, self.tensors)
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -222,6 +223,12 @@ class Step:
         parameters = batches.num_bytes(self._model.variables)
         return parameters + self._optimizer_bytes + batch
 
+    def tensors(self, rows: int) -> tuple[TensorAtPeak, ...]:
+        """The largest at the peak, for a batch size."""
+        peak, program, sizes = self.peak(rows)
+        held = peak.held[:_NUM_TENSORS]
+        return tuple(self._tensor(each, program, sizes) for each in held)
+
     def estimate(self) -> Estimate:
         """The estimate for the batch."""
         early, _, _ = self.peak(self.rows, late=False)
@@ -251,10 +258,7 @@ class Step:
             peak_bytes=held + expected,
             least_peak_bytes=held + min(early.num_bytes, late.num_bytes),
             most_peak_bytes=held + max(early.num_bytes, late.num_bytes),
-            tensors=tuple(
-                self._tensor(each, program, sizes)
-                for each in late.held[:_NUM_TENSORS]
-            ),
+            tensors=self.tensors(self.rows),
             options=self._options(held),
             is_compiled=profiling.mode(self._model) == "xla",
         )
@@ -289,6 +293,17 @@ class Step:
             shape = () if output.shape.rank is None else sizes.shape(output)
         layer = _layer(op.name, self._layers)
         return TensorAtPeak(layer, op.name, tuple(shape), dtype, held.num_bytes)
+
+
+def largest_tensors(model: keras.Model, batch: Any, rows: int) -> tuple:
+    """What an error says of a step without options: see `Step.tensors`.
+
+    Nothing where the step cannot be traced: the error is what matters.
+    """
+    try:
+        return Step(model, batch).tensors(rows)
+    except Exception:
+        return ()
 
 
 def _check(model: keras.Model, specs: Any) -> None:

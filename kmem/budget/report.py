@@ -12,6 +12,10 @@ from kmem.options import MemoryOptions
 from kmem.planning.plan import Plan
 from kmem.step import batches
 
+# So many of the largest tensors are named in an error.
+_NUM_NAMED = 5
+_LARGEST = "The largest tensors at the peak of a plain step of a micro-batch:"
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -146,11 +150,14 @@ class ImpossibleBudget(ValueError):
         budget_bytes: What of it the device has.
         least: The step that needs the least of those that were run, if one was.
         left_bytes: What more is in memory when it is asked for.
+        tensors: See `Attributes`.
 
     Attributes:
         smallest_bytes: The smallest budget that is known to be enough, or
             `None`.
         options: What it needs, or `None`.
+        tensors: The largest that a step of its micro-batches holds at its
+            peak without kmem's choices, as `kmem.estimate` tells them.
     """
 
     def __init__(
@@ -159,7 +166,9 @@ class ImpossibleBudget(ValueError):
         budget_bytes: int,
         least: Choice | None,
         left_bytes: int,
+        tensors: tuple = (),
     ):
+        self.tensors = tensors
         self.smallest_bytes: int | None = None
         self.options: MemoryOptions | None = None
         message = (
@@ -178,7 +187,11 @@ class ImpossibleBudget(ValueError):
                 f"to need ({describe(self.options)})."
             )
         received = received_budget(budget, budget_bytes)
-        super().__init__(f"{message} Received: {received}")
+        message = f"{message} Received: {received}"
+        if tensors:
+            largest = map(str, tensors[:_NUM_NAMED])
+            message = "\n  ".join([f"{message}\n{_LARGEST}", *largest])
+        super().__init__(message)
 
 
 def exhausted(

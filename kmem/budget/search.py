@@ -21,6 +21,7 @@ import tensorflow as tf
 from kmem import memory
 from kmem.budget import planner
 from kmem.budget import tuning
+from kmem.budget.estimate import largest_tensors
 from kmem.budget.menu import Menu
 from kmem.budget.menu import with_count
 from kmem.budget.report import Choice
@@ -107,7 +108,11 @@ def choose(
         gc.collect()
         left = planner.in_use_bytes(model, batch, given) - in_use
         asked: Any = options.memory_budget
-        raise ImpossibleBudget(asked, budget_bytes, least, max(left, 0))
+        count = least.options.num_parts if least else 1
+        tensors = largest_tensors(model, batch, menu.size(given, count))
+        raise ImpossibleBudget(
+            *(asked, budget_bytes, least, max(left, 0), tensors)
+        )
     others = [choice for choice in search.tried if choice != best]
     others.sort(key=lambda choice: choice.predicted_seconds)
 

@@ -332,6 +332,11 @@ def test_an_impossible_budget_names_the_smallest_that_would_do(plain):
     smallest = raised.value.smallest_bytes
     assert kmem.memory.current() < smallest < _budget(needed, 0.5)
     assert describe(raised.value.options) in str(raised.value)
+    # What is in the way: a convolution's activation for each example.
+    size = -(-_ROWS // raised.value.options.num_parts)
+    shapes = {t.shape for t in raised.value.tensors if "conv2d" in t.layer}
+    assert (size, 64, 64, 16) in shapes
+    assert str(raised.value.tensors[0]) in str(raised.value)
     _, peaks = _fit(model, memory_budget=smallest)
     assert max(peaks) <= smallest
     # It is right within 3 %.
