@@ -65,8 +65,8 @@ def put_first(callbacks, callback):
 class MemoryOptions(EndOfGroup):
     """Trains a plain `keras.Model` under memory options.
 
-    Under `sharding`, what shuffles the data has to be seeded alike in all
-    processes: `fit` has begun when a callback is asked.
+    Under `sharding`, give all processes the same seed for shuffling: `fit`
+    has begun when a callback is called.
 
     Args:
         **arguments: The memory options of `kmem.Model.fit`.

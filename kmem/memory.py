@@ -111,12 +111,12 @@ class Pool:
 
     Attributes:
         size: The whole region.
-        blocks: What TensorFlow asked for, of what it has not given back.
-        chunks: What that takes in the pool: every block lies in a chunk,
+        blocks: What TensorFlow has asked for and not freed.
+        chunks: What the blocks take in the pool: every block lies in a chunk,
             which may be larger.
         peak_chunks: The most that the chunks took since `reset_peak`.
-        largest_free: The largest piece that is free: of a larger request it
-            does not matter how much is free.
+        largest_free: The largest free piece: a larger request is refused,
+            however much is free in total.
     """
 
     size: int
@@ -151,7 +151,7 @@ def pool(device: str | None = None) -> Pool | None:
 
 
 def snapshot(device: str | None = None) -> "Snapshot":
-    """Tells what a device's memory holds now, by tensor.
+    """Lists the tensors and variables that a device's memory holds now.
 
     Args:
         device: See `kmem.memory.limit`.
@@ -205,7 +205,7 @@ def current(device: str | None = None) -> int:
 def peak(device: str | None = None) -> int:
     """Returns the most bytes that were in use since `reset_peak`.
 
-    Since the start of the program if that was not called. The same number as
+    Without a `reset_peak`, since the start of the program. It is also
     `tf.config.experimental.get_memory_info(device)["peak"]`.
 
     Args:
@@ -225,9 +225,9 @@ def peak(device: str | None = None) -> int:
 
 
 def reset_peak(device: str | None = None) -> None:
-    """Makes the peak what is in use now, and that of a pool likewise.
+    """Sets the peak to what is in use now, and the peak of a pool likewise.
 
-    `track` blocks that are open do not notice.
+    Open blocks of `track` keep their own peaks.
 
     Args:
         device: See `kmem.memory.limit`.
@@ -238,7 +238,7 @@ def reset_peak(device: str | None = None) -> None:
 class Usage:
     """What `track` measures, in bytes.
 
-    Inside the block `peak_bytes` and `end_bytes` are those up to now.
+    Inside the block, `peak_bytes` and `end_bytes` are the values up to now.
 
     Attributes:
         number: The device's, in the native library.
@@ -308,7 +308,7 @@ def track(device: str | None = None) -> Iterator[Usage]:
 
 
 def capacity(device: str | None = None) -> int:
-    """Returns the bytes that a device may have in use: its limit, or all.
+    """Returns the bytes that a device may have in use: its limit or its size.
 
     Args:
         device: See `kmem.memory.limit`.
@@ -328,8 +328,8 @@ def capacity(device: str | None = None) -> int:
 def is_counted(device: str | None = None) -> bool:
     """Returns whether the bytes in use on a device can be counted.
 
-    They cannot be where kmem's allocator is not in place. What plans and
-    budgets go by is predicted then, and a warning says so once.
+    They cannot if kmem's allocator is not in place. Plans and budgets then
+    use predicted bytes, and a warning says so once.
 
     Args:
         device: See `kmem.memory.limit`.

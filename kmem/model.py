@@ -75,33 +75,31 @@ class MemoryFit:
             **kwargs: As in `keras.Model.fit`, and any of:
                 memory_budget: The device's peak during a step, with everything
                     in it: bytes, `"8GB"`, or a share of the device in (0, 1].
-                    The fastest of what stays within it and changes no number
-                    (recomputation, micro-batches) is chosen, or else the
-                    fewest micro-batches, and told in `model.memory_report`;
-                    nothing is if the step fits as it is. Under `sharding`,
-                    each process's.
+                    kmem chooses the fastest option that stays within it and
+                    changes no number, or else the fewest micro-batches;
+                    `model.memory_report` tells which. A step that fits as it
+                    is stays as it is. Under `sharding` the budget is that of
+                    each process.
                 allow: What `memory_budget` may choose besides:
                     `"mixed_precision"` and `"batch_statistics"`, which change
-                    the numbers, and `"sharding"`, where several processes
-                    train.
-                microbatches: Split every batch into this many micro-batches;
-                    one update, of the whole batch.
-                gradient_accumulation_steps: One update for this many batches,
-                    of their union.
+                    the numbers, and `"sharding"`, if several processes train.
+                microbatches: The number of micro-batches that every batch is
+                    split into, for one update of the whole batch.
+                gradient_accumulation_steps: The number of batches that one
+                    update is made for, that of their union.
                 mixed_precision: `"bfloat16"`, `"float16"` or
-                    `kmem.MixedPrecision(...)`. This one changes the numbers.
-                remat: Keep part of the forward pass, recompute the rest:
-                    `"auto"`, a budget in bytes or as `"2GB"`, a share of the
-                    unplanned peak, a `kmem.Plan`, the path of one, or
-                    `kmem.Remat(...)`.
+                    `kmem.MixedPrecision(...)`. This changes the numbers.
+                remat: Activation checkpointing by a plan: `"auto"`, a peak in
+                    bytes or as `"2GB"`, a share in (0, 1] of the peak without
+                    a plan, a `kmem.Plan`, its path, or `kmem.Remat(...)`.
                 dtr: Evict tensors when memory runs short, and recompute
                     them when they are read: `True`, a threshold such as
                     `"5GB"`, or `kmem.DTR(...)`. Training runs eagerly.
-                sharding: Each of the processes that TF_CONFIG names holds
-                    one shard of the optimizer's variables (`"optimizer"`),
-                    and of the weights (`"gradients"`), which are gathered
-                    again for the backward pass (`"full"`), or
-                    `kmem.Sharding(...)`. Give every process the same data.
+                sharding: Each process of TF_CONFIG holds one shard of the
+                    optimizer's variables (`"optimizer"`, ZeRO-1), also of the
+                    weights and gradients (`"gradients"`, ZeRO-2), or gathers
+                    weights again for the backward pass (`"full"`, ZeRO-3); or
+                    `kmem.Sharding(...)`. All processes get the same data.
                 chunked_loss: Compute the last layer's logits, their
                     cross-entropy and metrics for some tokens at a time, so
                     that the logits of all never exist: `True`.
@@ -208,13 +206,13 @@ class Model(MemoryFit, keras.Model, metaclass=_ModelType):
 
 
 def wrap(model: keras.Model) -> Model:
-    """Lets a model that exists take memory options in `fit`.
+    """Adds the memory options to the `fit` of a model that exists.
 
     Args:
         model: Any `keras.Model`: Functional, Sequential or subclassed, built
-            or not, compiled or not. It is changed in place: its `fit` and
-            `train_on_batch` follow memory options from now on, `evaluate` and
-            `predict` a budget, and without one they are Keras's.
+            or not, compiled or not. It is changed in place: `fit` and
+            `train_on_batch` take memory options from now on, `evaluate` and
+            `predict` a budget. Without options they are Keras's.
 
     Returns:
         The same object.

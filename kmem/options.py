@@ -33,12 +33,12 @@ from kmem.planning.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """Split every batch into `count` parts; one update, of the whole batch.
+    """Split every batch into micro-batches, with one update of the batch.
 
     Args:
-        count: A positive integer. Parts have equal sizes but for one that
-            may be smaller; a batch with fewer rows than parts gives one part
-            a row.
+        count: The number of micro-batches, a positive integer. They have
+            equal sizes, except one that may be smaller. A batch with fewer
+            examples has micro-batches of one example.
 
     Raises:
         ValueError: If `count` is not a positive integer.
@@ -52,11 +52,11 @@ class MicroBatches:
 
 @dataclasses.dataclass(frozen=True)
 class GradientAccumulation:
-    """One update for every `steps` batches, equal to their union's.
+    """One update for every `steps` batches, equal to that of their union.
 
     Args:
-        steps: A positive integer. The last group of an epoch may be smaller;
-            it is applied with its true weight.
+        steps: The number of batches, a positive integer. The last group of an
+            epoch may be smaller; it is applied with its true weight.
 
     Raises:
         ValueError: If `steps` is not a positive integer.
@@ -71,7 +71,7 @@ class GradientAccumulation:
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecision:
-    """Compute in 16 bits, keep variables in 32.
+    """Compute in 16 bits, and keep variables in 32.
 
     This option changes the numbers: activations and gradients are rounded to
     `dtype`.
@@ -79,9 +79,9 @@ class MixedPrecision:
     Args:
         dtype: `"bfloat16"` or `"float16"`. With `"float16"` the loss is
             scaled, as `keras.optimizers.LossScaleOptimizer` does.
-        initial_scale: The first loss scale; only used with `"float16"`.
-        dynamic_growth_steps: The loss scale doubles after this many updates
-            without a non-finite gradient; only used with `"float16"`.
+        initial_scale: The first loss scale, for `"float16"` only.
+        dynamic_growth_steps: The number of updates without an infinite
+            gradient after which the loss scale doubles, for `"float16"` only.
         exclude: Names of layers that stay in float32.
 
     Raises:
@@ -116,15 +116,15 @@ class MixedPrecision:
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """Keep what a plan keeps of the forward pass, recompute the rest.
+    """Activation checkpointing by a plan: recompute what it does not keep.
 
     Args:
-        budget: The device's peak during a training step: bytes, a size such
-            as `"2GB"`, a share of the unplanned peak in (0, 1], or `"auto"`,
-            the smallest predicted peak whose predicted slowdown is at most
-            1.3x.
-        solver: `"optimal"`, `"sqrt"` or `Genetic(...)`.
-        plan: A `kmem.Plan` or the path of one (`.json`), without a budget.
+        budget: The device's peak during a training step, with everything in
+            it: bytes, a size such as `"2GB"`, a share in (0, 1] of the peak
+            without a plan, or `"auto"`, the smallest predicted peak whose
+            predicted slowdown is at most 1.3x.
+        solver: `"optimal"`, `"sqrt"` or `kmem.Genetic(...)`.
+        plan: A `kmem.Plan`, or its path (`.json`), instead of a budget.
 
     Raises:
         ValueError: If a field is not of this form.
@@ -153,9 +153,9 @@ class DTR:
     """Dynamic tensor rematerialization (Kirisame et al., ICLR 2021).
 
     Args:
-        eviction_threshold: Bytes or a size such as `"5GB"`: the peak that is
-            kept. 0 evicts only when the device's own limit would be exceeded.
-        evictee_minimum_size: Bytes or a size; smaller tensors are evicted
+        eviction_threshold: The device's peak that is kept: bytes, or a size
+            such as `"5GB"`. 0 is the device's own limit.
+        evictee_minimum_size: Bytes, or a size. Smaller tensors are evicted
             only when nothing else is left.
         enable_sqrt_sampling: Look at about the square root of the candidates
             at each eviction.
@@ -164,10 +164,10 @@ class DTR:
             `"auto"`: what costs least in a simulation of the first step that
             evicts; in `fit`, a step that has no room under one is tried
             under another.
-        compile: `"layers"`: calls of Keras's layers run as one operator each
-            where that is safe, in `fit`. `(Residual,)`: those of the classes
-            named as well, whose `call` must do the same at every call but
-            for the values of tensors. `None`: operator by operator.
+        compile: `"layers"`: in `fit`, a call of a Keras layer runs as one
+            operator where that is safe. `(Residual,)`: calls of these classes
+            as well, whose `call` must do the same every time, except for the
+            values of tensors. `None`: everything runs operator by operator.
 
     Raises:
         ValueError: If a field is not of this form.
@@ -200,11 +200,12 @@ class Sharding:
     Args:
         stage: `"optimizer"` (ZeRO-1), `"gradients"` (ZeRO-2) or `"full"`
             (ZeRO-3, FSDP).
-        cpu_offload: Keep shards and update them on the host.
-        gather_dtype: The dtype in which parameters travel.
-        reduce_dtype: The dtype in which gradients travel.
-        units: Names of the layers that are gathered as one; `None` chooses.
-        accumulate: `"sharded"` or `"local"` gradient accumulators.
+        cpu_offload: Keep shards in host memory and update them there.
+        gather_dtype: The dtype in which weights are sent, such as
+            `"bfloat16"`. `None` is their own.
+        reduce_dtype: The dtype in which gradients are sent, likewise.
+        units: Names of layers, each gathered as a whole. `None` chooses.
+        accumulate: `"sharded"` or `"local"` sums of gradients.
 
     Raises:
         ValueError: If a field is not of this form.
@@ -246,7 +247,7 @@ class MemoryArguments(TypedDict, total=False):
 class MemoryOptions:
     """All memory options of a `fit`, parsed.
 
-    Each is an attribute, which is `None` where the option is off.
+    Each option is an attribute, which is `None` if the option is off.
 
     Args:
         **arguments: The options, in the forms that `kmem.Model.fit` takes.
@@ -312,12 +313,12 @@ class MemoryOptions:
 
     @property
     def num_parts(self) -> int:
-        """In how many parts a batch is computed."""
+        """The number of micro-batches of a batch."""
         return self.microbatches.count if self.microbatches else 1
 
     @property
     def num_batches(self) -> int:
-        """For how many batches there is one update."""
+        """The number of batches of an update."""
         steps = self.gradient_accumulation_steps
         return steps.steps if steps else 1
 

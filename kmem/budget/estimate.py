@@ -44,7 +44,7 @@ class TensorAtPeak:
         operation: The operation's name in the step's graph.
         shape: Its shape.
         dtype: Its dtype.
-        num_bytes: Its size.
+        num_bytes: Its size in bytes.
     """
 
     layer: str
@@ -61,25 +61,25 @@ class TensorAtPeak:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a training step is going to need, in bytes.
+    """What a training step needs, in bytes.
 
     The peak is the sum of parameters, optimizer, batch, gradients, activations
     and workspace. In a graph whose order is not given, threads decide which
     of some operations run first: the peak is between the least and the most.
 
     Attributes:
-        batch_size: The examples of the batch.
-        parameter_bytes: Of all the model's variables.
-        optimizer_bytes: Of the optimizer's.
+        batch_size: The number of examples of the batch.
+        parameter_bytes: All variables of the model.
+        optimizer_bytes: All variables of the optimizer.
         batch_bytes: The batch itself.
-        gradient_bytes: Weights' gradients that are there at the peak.
-        activation_bytes: What is there of the size of the batch.
-        workspace_bytes: What else is there: the update of the weights, loops.
+        gradient_bytes: The gradients of weights that exist at the peak.
+        activation_bytes: Tensors at the peak that grow with the batch.
+        workspace_bytes: The rest of the peak: updates of weights, loops.
         peak_bytes: The device's peak, with everything above in it.
-        least_peak_bytes: If idle threads run nothing early.
-        most_peak_bytes: If they run all that they can.
+        least_peak_bytes: The peak if idle threads run nothing early.
+        most_peak_bytes: The peak if they run all that they can.
         tensors: The largest tensors at the peak.
-        options: By an option of `fit`, the peak with it.
+        options: For each option of `fit`, the peak in bytes with it.
         is_compiled: Whether XLA compiles the step, which may need more or
             less: it orders and joins operations itself.
     """
@@ -124,10 +124,10 @@ class Estimate:
 
 
 def estimate(model: keras.Model, batch: Any) -> Estimate:
-    """Tells what a model's training step is going to need.
+    """Tells the memory that a model's training step needs, without running it.
 
-    Nothing is run, and nothing is allocated on the device: the batch may be
-    larger than the machine.
+    Nothing is allocated on the device: the batch may be larger than the
+    machine's memory.
 
     Args:
         model: A built and compiled `keras.Model` that trains in a graph.

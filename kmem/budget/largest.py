@@ -40,14 +40,14 @@ _ALLOWED = ("microbatches", "mixed_precision")
 
 @dataclasses.dataclass(frozen=True)
 class LargestBatch:
-    """The largest batch that trains in a memory.
+    """The largest batch that trains in a given memory.
 
     Attributes:
-        batch_size: Its examples; 0 if not even the smallest one fits.
-        seconds_per_example: Of a step with it.
-        peak_bytes: What a step with it needs, and the batch that comes next.
-        memory_bytes: The memory.
-        num_runs: How many dry runs it took.
+        batch_size: Its number of examples; 0 if the smallest does not fit.
+        seconds_per_example: The time of a step with it, per example.
+        peak_bytes: What a step with it needs, with the next batch ready.
+        memory_bytes: The memory, in bytes.
+        num_runs: The number of dry runs that it took.
     """
 
     batch_size: int
@@ -79,10 +79,10 @@ def largest_batch(
     multiple_of: int = 8,
     **options: Unpack[MemoryArguments],
 ) -> LargestBatch:
-    """Finds the largest batch with which a model trains in a memory.
+    """Finds the largest batch with which a model trains in a given memory.
 
-    Steps are run on random data, at most ten times; the model and its state
-    stay as they are, but that an optimizer gets its variables.
+    It makes at most ten dry runs on random data. The model and its state stay
+    as they are, except that the optimizer gets its variables.
 
     Args:
         model: A built and compiled `keras.Model`.

@@ -19,14 +19,14 @@ _LARGEST = "The largest tensors at the peak of a plain step of a micro-batch:"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """An option for a step that was tried, or expected not to be worth it.
+    """An option for a step, which was tried or ruled out by its prediction.
 
     Attributes:
         options: The options of the step.
         predicted_peak_bytes: The device's peak during the step.
         predicted_seconds: The step's time.
-        measured_peak_bytes: The most that it was seen to need in training, or
-            `None` if it has not trained.
+        measured_peak_bytes: The highest peak of a step in training, or `None`
+            if it has not trained.
         plan: What it recomputes, if it does.
     """
 
@@ -47,23 +47,23 @@ class MemoryReport:
     """What was chosen for batches of one shape, and why.
 
     Attributes:
-        budget_bytes: The budget.
-        plain: What a step would take without any of kmem's choices.
-        chosen: What is done.
-        alternatives: What else was looked at, the fastest first.
-        in_use_bytes: What was in memory before the step; parameters and
-            optimizer are among it.
-        parameter_bytes: Of the model's variables.
-        optimizer_bytes: Of the optimizer's.
+        budget_bytes: The budget, in bytes.
+        plain: A step without any of kmem's options.
+        chosen: The option that trains.
+        alternatives: The other options, the fastest first.
+        in_use_bytes: What was in memory before the step, parameters and
+            optimizer included.
+        parameter_bytes: All variables of the model.
+        optimizer_bytes: All variables of the optimizer.
         batch: The shapes and dtypes of the batches, as JSON.
         events: A line for each time that training had to adapt, or validates
             in parts.
-        is_measured: Whether peaks were measured. Where bytes cannot be
-            counted they are predicted, and a step that needs more is neither
-            seen nor undone.
+        is_measured: Whether peaks were measured. If bytes cannot be counted,
+            peaks are predicted, and a step that exceeds the budget is neither
+            noticed nor undone.
         layers_that_see_parts: The layers whose numbers are not those of the
             whole batch, as they see one micro-batch at a time (batch
-            normalization): known after the first step.
+            normalization). They are known after the first step.
     """
 
     budget_bytes: int

@@ -25,13 +25,13 @@ _PREDICTED = "{:>9} {:>10}"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A threshold, and what a training step took with it.
+    """A threshold, and what a training step needed with it.
 
     Attributes:
         dtr: The settings; `None` for plain eager Keras.
         step_seconds: The time of a step: the fastest of several, and the
             mean over the batches. `None` if it could not run.
-        peak_bytes: The most that was in memory in any step.
+        peak_bytes: The most bytes that were in use in any step.
         num_evictions: How often a tensor was evicted in a step.
         num_recomputations: How many operators ran again in a step.
         predicted_seconds: `step_seconds` by the simulator, from the time
@@ -68,8 +68,8 @@ class Sweep:
         rows: Plain eager Keras, DTR without a threshold, and a row for each
             threshold. The last one may have the simulator's best heuristic at
             the threshold that is recommended, if that is another one.
-        pool_bytes: The size of the device's pool, of which the peaks are
-            then; `None` if its memory is none.
+        pool_bytes: The size of the device's pool, whose peaks the rows have
+            then; `None` if its memory is not a pool.
     """
 
     rows: tuple[Row, ...]

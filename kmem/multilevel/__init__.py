@@ -1,4 +1,4 @@
-"""Multilevel optimisation, with the same memory options at every level.
+"""Multilevel optimization, with the same memory options at every level.
 
 min over x of U(w*(x), x), where w*(x) minimises L(w, x), and so on for more
 levels: hyperparameters, data weights, architectures, meta-learning.

@@ -29,7 +29,7 @@ from kmem.options import MemoryOptions
 
 
 class Level(Derivatives):
-    """One optimisation problem of a multilevel program.
+    """One optimization problem of a multilevel program.
 
     Args:
         model: A `keras.Model`. Its trainable variables are what the level
@@ -48,13 +48,13 @@ class Level(Derivatives):
             its optimizer begins anew. With `Unrolled` gradients go on to it.
         hypergradient: How gradients pass through this level to others:
             `Identity()` by default.
-        roll_back: Once the level above made its update, go back to where this
-            level was before, and make one update, with the last batch.
-        tasks_per_update: One update for this many rounds of the levels below,
-            with the mean of the gradients after each.
-        microbatches: Compute each batch in this many micro-batches.
-        gradient_accumulation_steps: One update for this many of the loader's
-            batches, equal to that of their union.
+        roll_back: Once the level above made its update, restore this level's
+            state of before, and make one update, with the last batch.
+        tasks_per_update: The number of rounds of the levels below for one
+            update, with the mean of the gradients after each.
+        microbatches: The number of micro-batches of each batch.
+        gradient_accumulation_steps: The number of the loader's batches for
+            one update, equal to that of their union.
         mixed_precision: As in `kmem.Model.fit`, for all of the program's
             models while this level's loss is computed.
         remat: As in `kmem.Model.fit`, likewise.

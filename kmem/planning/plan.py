@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """The device's peak during a step."""
+        """The device's peak during a step, in bytes."""
         return self.resident_bytes + self.simulation.peak_bytes
 
     @property
@@ -89,12 +89,12 @@ class Plan:
 
     @property
     def predicted_seconds(self) -> float:
-        """The time of a step's forward and backward pass."""
+        """The seconds of a step's forward and backward pass."""
         return self.simulation.seconds
 
     @property
     def unplanned_peak_bytes(self) -> int:
-        """The predicted peak of a step that keeps everything."""
+        """The predicted peak, in bytes, of a step that keeps everything."""
         return self.resident_bytes + self.unplanned.peak_bytes
 
     @property
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How much faster a schedule might be, at most: 0.01 is 1 %."""
+        """A bound on how much faster a schedule could be: 0.01 is 1 %."""
         if not self.lower_bound_seconds:
             return 0.0
         return max(0.0, self.predicted_seconds / self.lower_bound_seconds - 1)

@@ -22,7 +22,7 @@ def report(
     path: str | os.PathLike,
     log_dir: str | os.PathLike | None = None,
 ) -> None:
-    """Draws what a model's training took, and what it could have taken.
+    """Draws what a model's training needed, and what other options need.
 
     The page shows the memory over a step before and after, what the bytes are,
     all options that were tried with their times and peaks, and the plan. It

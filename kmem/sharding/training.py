@@ -216,17 +216,17 @@ def _most_whole(weights: list, size: int) -> int:
 
 
 class ShardedStrategy:
-    """Processes that hold a model together.
+    """Processes that hold the shards of one model (FSDP, ZeRO).
 
     Making one joins the processes that TF_CONFIG names, so it comes before
     TensorFlow's first operation; processes that `kmem launch` has started have
-    joined before. A model that is built in its scope is cut as
+    joined before. A model that is built in its scope is divided as
     it is built: a process holds its shards, and one layer's weight at a time.
     It stays in shards after `fit`. Reading a weight, calling the model and
     saving it take all processes then.
 
-    A model that is made as usual needs no scope: it is cut when `fit` begins,
-    and whole again when `fit` ends.
+    A model that is made as usual needs no scope: it is divided when `fit`
+    begins, and whole again when `fit` ends.
 
     Attributes:
         num_processes: The number of processes.
