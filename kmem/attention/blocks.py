@@ -88,7 +88,7 @@ class _Blocks:
         self._scores = scores
         self._dtype = query.dtype
         self._wide = tf.float64 if query.dtype == tf.float64 else tf.float32
-        self._shape = tf.shape(query)
+        self._batch = query.shape[0] or tf.shape(query)[0]
         self._num_heads, self._features = query.shape[2], query.shape[3]
         self._key_heads: int = key.shape[2]
         self._value_features: int = value.shape[3]
@@ -168,7 +168,7 @@ class _Blocks:
         missing = self._size * self._count - self._length
         padded = tf.pad(tensor, [[0, 0], [0, missing], [0, 0], [0, 0]])
         features = tensor.shape[-1]
-        batch, size, count = self._shape[0], self._size, self._count
+        batch, size, count = self._batch, self._size, self._count
         shape = [batch, count, size, self._key_heads, self._groups, features]
         blocks = tf.reshape(padded, shape)
         blocks = tf.transpose(blocks, (1, 0, 3, 4, 2, 5))
@@ -177,7 +177,7 @@ class _Blocks:
 
     def _in_order(self, blocks, features: int) -> tf.Tensor:
         """What `_in_blocks` was given."""
-        batch, size, count = self._shape[0], self._size, self._count
+        batch, size, count = self._batch, self._size, self._count
         shape = [count, batch, self._key_heads, self._groups, size, features]
         ordered = tf.transpose(tf.reshape(blocks, shape), (1, 0, 4, 2, 3, 5))
         shape = [batch, count * size, self._num_heads, features]
@@ -203,7 +203,7 @@ class _Blocks:
     def _masked(self, i, scores, otherwise: float) -> tf.Tensor:
         """Scores, and another number where they do not count."""
         size, counts = self._size, []
-        shape = [self._shape[0], self._key_heads, self._groups, size, -1]
+        shape = [self._batch, self._key_heads, self._groups, size, -1]
         rows = tf.range(size) + i * size
         for mask in self._masks:
             if mask.shape[3] != 1:
@@ -219,7 +219,7 @@ class _Blocks:
         scores = tf.where(
             everywhere, scores, tf.constant(otherwise, scores.dtype)
         )
-        shape = [self._shape[0], self._key_heads, self._groups * size, -1]
+        shape = [self._batch, self._key_heads, self._groups * size, -1]
         return tf.reshape(scores, shape)
 
     def _by_key_head(self, mask) -> tf.Tensor:

@@ -10,6 +10,7 @@ are.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -41,20 +42,6 @@ class _Mask:
     whole: Callable
 
 
-def check(model: keras.Model, options) -> None:
-    """Checks whether a model's attention can be computed in chunks.
-
-    Raises:
-        ValueError: With an option that sees operators one by one.
-    """
-    if options.dtr is not None:
-        raise ValueError(
-            "`chunked_attention` and `dtr` exclude each other: what `dtr` "
-            "evicts is the scores that chunks do without. Leave one of them "
-            f"out. Received: dtr={options.dtr!r}"
-        )
-
-
 class ChunkedAttention(Mechanism):
     """Changes how attention is computed."""
 
@@ -68,7 +55,6 @@ class ChunkedAttention(Mechanism):
         return patching.together(self._changes())
 
     def _changes(self) -> Iterator[Context]:
-        before = self._num_calls
         for layer in private_keras.all_layers(self._model):
             if _is_keras_own(layer):
                 names = (
@@ -79,21 +65,29 @@ class ChunkedAttention(Mechanism):
                     names, (self._masking, self._computing), strict=True
                 ):
                     yield patching.method(layer, name, _of(make, layer))
+            fused = private_keras.fused_attention(layer)
+            if fused is not None:
+                yield patching.attribute(*fused, lambda: True)
         yield patching.method(
             private_keras.backend_nn, "dot_product_attention", self._calling
         )
-        yield self._counting(before)
+        yield _AtEnd(self._check_calls)
 
-    def _counting(self, before: int) -> Context:
-        return _AtEnd(lambda: self._check_calls(before))
-
-    def _check_calls(self, before: int) -> None:
-        if self._num_calls == before and not self._num_calls:
-            raise ValueError(
-                "`chunked_attention` needs a model that calls "
-                "`keras.layers.MultiHeadAttention`, `GroupQueryAttention` or "
-                "`keras.ops.dot_product_attention`. Leave it out. Received: "
-                f"model={self._model.name}, which calls none of them"
+    def _check_calls(self) -> None:
+        if not self._num_calls:
+            names = [
+                f"{layer.name} ({type(layer).__name__})"
+                for layer in private_keras.all_layers(self._model)
+                if "Attention" in type(layer).__name__
+            ]
+            warnings.warn(
+                "`chunked_attention` had no effect: it needs a model that "
+                "calls `keras.layers.MultiHeadAttention`, "
+                "`GroupQueryAttention` or `keras.ops.dot_product_attention`, "
+                "and does not ask for scores. Leave it out. Received: "
+                f"model={self._model.name}, with "
+                f"{', '.join(names) or 'no layer of attention'}",
+                stacklevel=2,
             )
 
     def _masking(self, layer, compute: Callable):
@@ -193,7 +187,8 @@ class ChunkedAttention(Mechanism):
             tensors: list[Any] = [
                 tf.convert_to_tensor(x) for x in (query, key, value)
             ]
-            if bias is not None or flash_attention or len(query.shape) != 4:
+            others = bias is not None, flash_attention, attn_logits_soft_cap
+            if any(others) or len(query.shape) != 4:
                 return compute(
                     *(*tensors, bias, mask, scale, is_causal),
                     *(flash_attention, attn_logits_soft_cap),

@@ -6,6 +6,7 @@ those of methods and attributes that are replaced for a while.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -191,7 +192,7 @@ def mask_of(tensor: Any) -> Any:
     return getattr(tensor, "_keras_mask", None)
 
 
-def set_mask(tensor: tf.Tensor, mask: Any) -> None:
+def set_mask(tensor: Any, mask: Any) -> None:
     """Puts a mask on a tensor."""
     tensor._keras_mask = mask
 
@@ -344,6 +345,27 @@ backend_nn = backend.nn
 # What makes one mask of a layer's masks, and what attends.
 ATTENTION_MASK = "_compute_attention_mask"
 COMPUTE_ATTENTION = "_compute_attention"
+
+
+# KerasHub's: the function, of a layer's module, and the method that tell it to
+# call `keras.ops.dot_product_attention`. losses/test_language_models.py
+_FUSED_FUNCTION = "fused_attention_op_available"
+_FUSED_METHOD = "_use_fused_attention_op"
+
+
+def fused_attention(layer: Any) -> tuple[Any, str] | None:
+    """What to replace, and by which name, so that a layer of KerasHub's leaves
+    attention to Keras; `None` if it does not, or would compute another one."""
+    slides = getattr(layer, "sliding_window_size", None)
+    slides = getattr(layer, "use_sliding_window_attention", slides)
+    capped = getattr(layer, "logit_soft_cap", None)
+    if slides or capped:
+        return None
+    if hasattr(layer, _FUSED_METHOD):
+        return None if layer.dropout else (layer, _FUSED_METHOD)
+    module = sys.modules.get(type(layer).__module__)
+    is_there = hasattr(module, _FUSED_FUNCTION)
+    return (module, _FUSED_FUNCTION) if is_there else None
 
 
 def attention_scale(layer: Any) -> float:

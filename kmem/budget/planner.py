@@ -15,13 +15,13 @@ import numpy as np
 import tensorflow as tf
 
 from kmem import memory
-from kmem import precision
 from kmem.base.private_keras import all_layers
 from kmem.budget import dry_run
 from kmem.budget import tuning
 from kmem.budget.correction import Corrector
 from kmem.budget.correction import Learned
 from kmem.budget.dry_run import Measurement
+from kmem.fit.mechanisms import as_in_a_step
 from kmem.fit.session import Session
 from kmem.graph import control
 from kmem.keras_graph import applying
@@ -174,7 +174,7 @@ def make_plan(
         costs = "flops"
     # The same for all budgets.
     rest = dataclasses.replace(options, remat=None)
-    with precision.applied(model, options.mixed_precision):
+    with as_in_a_step(model, options):
         recording = profiling.record_batch(model, microbatch)
         key = (
             *(applying.structure(recording), batches.to_json(batch), rest),
@@ -270,7 +270,7 @@ class Drawing:
         """What the model calls in a micro-batch of a size."""
         if size not in self._recordings:
             microbatch = batches.with_rows(self._batch, size)
-            with precision.applied(self._model, self._options.mixed_precision):
+            with as_in_a_step(self._model, self._options):
                 recording = profiling.record_batch(self._model, microbatch)
             self._recordings[size] = recording
         return self._recordings[size]
@@ -286,7 +286,7 @@ def _network(
     """Measures what was recorded."""
     compiled = profiling.mode(model, options) == "xla"
     rest = dataclasses.replace(options, remat=None)
-    with precision.applied(model, options.mixed_precision):
+    with as_in_a_step(model, options):
         profile = profiling.measure(
             recording, costs == "measured", verbose, compiled
         )

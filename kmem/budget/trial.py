@@ -103,10 +103,9 @@ class Trial:
         self._recording = recording
         self._drawing = drawing
         self._group = agreeing.processes(options)
-        self._key = key and (
-            *(key, plan and plan.segments, options.microbatches),
-            *(options.mixed_precision, options.sharding, self._group.size),
-        )
+        rest = dataclasses.replace(options, remat=None)
+        segments = plan and plan.segments
+        self._key = key and (key, segments, rest, self._group.size)
         self._in_use = memory.current() if memory.is_counted() else 0
         self.session: Any = None
         self._step: Any = None

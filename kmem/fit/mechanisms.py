@@ -9,6 +9,7 @@ within. Not here: sharding (`kmem/sharding/training`) and the undo of a step.
 import contextlib
 import functools
 import gc
+import itertools
 from collections.abc import Callable
 from collections.abc import Iterator
 
@@ -16,6 +17,8 @@ import keras
 import tensorflow as tf
 
 from kmem import precision
+from kmem.attention.chunked_attention import ChunkedAttention
+from kmem.base import patching
 from kmem.base.bindings import AUTO
 from kmem.base.patching import Context
 from kmem.dtr.blocks import Blocks
@@ -27,6 +30,7 @@ from kmem.graph import ordering
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
 from kmem.keras_graph.recording import Recording
+from kmem.losses.chunked_loss import ChunkedLoss
 from kmem.options import DTR
 from kmem.options import MemoryOptions
 from kmem.options import MixedPrecision
@@ -128,6 +132,23 @@ class SplitStep(WholeStep):
         self._gradient.warn_of_parts()
 
 
+def in_chunks(model: keras.Model, options: MemoryOptions) -> list[Mechanism]:
+    """What computes in chunks, if the options ask for it."""
+    asked = {
+        ChunkedLoss: options.chunked_loss,
+        ChunkedAttention: options.chunked_attention,
+    }
+    return [mechanism(model) for mechanism in asked if asked[mechanism]]
+
+
+def as_in_a_step(model: keras.Model, options: MemoryOptions) -> Context:
+    """Within, a model computes what it does in a training step, kept or not,
+    on one device or several."""
+    mixed = precision.applied(model, options.mixed_precision)
+    chunked = (each.computing(True) for each in in_chunks(model, options))
+    return patching.together(itertools.chain([mixed], chunked))
+
+
 class Planned(Mechanism):
     """Changes how a training step calls the layers of a plan's segments.
 
@@ -147,7 +168,7 @@ class Planned(Mechanism):
         self._segments = plan.segments
         if recording is None:
             batch = batches.from_json(plan.batch)
-            with precision.applied(model, options.mixed_precision):
+            with as_in_a_step(model, options):
                 recording = profiling.record_batch(model, batch)
             applying.check(plan.network, recording)
         self._frame = recording.frame

@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem.attention import chunked_attention
 from kmem.base import private_keras
 from kmem.base.private_keras import all_layers
 from kmem.fit import pipeline
@@ -52,9 +51,7 @@ def check(model, options: MemoryOptions) -> None:
         _check_replicas(model, options)
     _check_layers(model, options)
     if options.chunked_loss:
-        chunked_loss.check(model, options)
-    if options.chunked_attention:
-        chunked_attention.check(model, options)
+        chunked_loss.check(model)
 
 
 def _check_layers(model, options: MemoryOptions) -> None:

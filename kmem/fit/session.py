@@ -17,7 +17,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem.attention.chunked_attention import ChunkedAttention
 from kmem.base import patching
 from kmem.base import private_keras
 from kmem.base.patching import Context
@@ -27,11 +26,11 @@ from kmem.fit.mechanisms import Mixed
 from kmem.fit.mechanisms import Planned
 from kmem.fit.mechanisms import SplitStep
 from kmem.fit.mechanisms import WholeStep
+from kmem.fit.mechanisms import in_chunks
 from kmem.fit.undoing import Changes
 from kmem.fit.undoing import Undoing
 from kmem.graph import releasing
 from kmem.keras_graph.recording import Recording
-from kmem.losses.chunked_loss import ChunkedLoss
 from kmem.options import MemoryOptions
 from kmem.planning.plan import Plan
 from kmem.sharding.training import ShardedTraining
@@ -91,7 +90,6 @@ class Session:
         """Makes the mechanisms, the outermost first."""
         model, options, optimizer = self.model, self.options, None
         mixed = evicting = planned = sharded = undoing = None
-        in_chunks = []
         if options.mixed_precision is not None:
             mixed = Mixed(model, options.mixed_precision)
             optimizer = mixed.optimizer
@@ -131,16 +129,12 @@ class Session:
                 compiles=sharded is None,
                 repeats=not isinstance(self.step, SplitStep),
             )
-        if options.chunked_loss:
-            in_chunks.append(ChunkedLoss(model))
-        if options.chunked_attention:
-            in_chunks.append(ChunkedAttention(model))
         # Where several processes train, one that fails ends all of them.
         replicas = model.distribute_strategy.num_replicas_in_sync
         if is_users and processes.num_processes == replicas == 1:
             undoing = Undoing(model, self.changes)
-        together = (evicting, mixed, sharded, planned, *in_chunks)
-        together += (self.step, undoing)
+        together = (evicting, mixed, sharded, planned)
+        together += (*in_chunks(model, options), self.step, undoing)
         self._mechanisms = [each for each in together if each is not None]
 
     @classmethod

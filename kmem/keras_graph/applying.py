@@ -30,7 +30,8 @@ def check(network: Network, recording: Recording) -> None:
     if difference:
         raise ValueError(
             "`remat` must be a plan for this model and this batch: make it "
-            f"again with `kmem.plan`. Received: {difference}"
+            "again with `kmem.plan`, or give a budget, as under "
+            f"`chunked_loss`. Received: {difference}"
         )
 
 

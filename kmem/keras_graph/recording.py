@@ -18,6 +18,8 @@ import tensorflow as tf
 from kmem.graph import fusion
 from kmem.graph import releasing
 from kmem.keras_graph import opening
+from kmem.losses import chunked_loss
+from kmem.losses.chunked_loss import Predictions
 from kmem.remat import purity
 from kmem.remat import state
 from kmem.step import capture
@@ -195,17 +197,25 @@ class _Recorder(opening.Visitor):
         given = y is not None and model.loss is not None
         is_known = model.compiled and (own or given)
 
-        def loss(predictions, y, sample_weight, x):
+        def loss(tensors, y, sample_weight, x):
+            y_pred = chunked_loss.around(predictions, tensors)
             if not is_known:
-                return _mean(predictions)
+                return _mean(y_pred)
             return model.compute_loss(
-                x=x, y=y, y_pred=predictions, sample_weight=sample_weight
+                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight
             )
 
-        self.recording.outputs = self._known(_tensors(predictions))
+        # A loss in chunks has the weights of the head.
+        heads = [
+            each.head.layer
+            for each in keras.tree.flatten(predictions)
+            if isinstance(each, Predictions)
+        ]
+        tensors = chunked_loss.tensors_of(predictions)
+        self.recording.outputs = self._known(_tensors(tensors))
         # Keras's own does not read it, which would then be kept for it.
-        arguments = predictions, y, sample_weight, x if own else None
-        self._call("loss", loss, loss, *arguments)
+        arguments = tensors, y, sample_weight, x if own else None
+        self._call("loss", (heads or [loss])[0], loss, *arguments)
 
     def run_line(self, model, line, values, bind):
         if self._frames and self._frames[-1] is None:

@@ -39,23 +39,14 @@ _METRICS = (
     keras.metrics.top_k_categorical_accuracy,
 )
 _WRAPPED_CALL = keras.losses.SparseCategoricalCrossentropy.call
-_REFUSED = ("remat", "dtr", "sharding", "memory_budget")
 
 
-def check(model: keras.Model, options) -> None:
+def check(model: keras.Model) -> None:
     """Checks whether a model's loss can be computed in chunks.
 
     Raises:
-        ValueError: If it cannot, or not with the other options.
+        ValueError: If it cannot.
     """
-    for name in _REFUSED:
-        if getattr(options, name) is not None:
-            raise ValueError(
-                f"`chunked_loss` and `{name}` exclude each other. Use it with "
-                "`microbatches`, `gradient_accumulation_steps`, "
-                "`mixed_precision` or `chunked_attention`. Received: "
-                f"{name}={getattr(options, name)!r}"
-            )
     head = heads.of(model)
     loss: Any = model.loss
     if isinstance(loss, dict | list | tuple):
@@ -91,18 +82,21 @@ class Predictions:
     Its logits are not there: what asks for them is an error.
 
     Attributes:
+        head: What makes logits of hidden states.
+        hidden: What the logits are made of.
         shape: That of the logits.
         dtype: Theirs.
-        hidden: What the logits are made of.
         computed: For each metric, by its `id`, a number for each token; and
             the loss itself has been computed, if it is not `None`.
     """
 
-    def __init__(self, hidden: tf.Tensor, num_classes: int, dtype):
+    def __init__(self, head: heads.Head, hidden: tf.Tensor):
+        self.head = head
         self.hidden = hidden
-        self.shape = tf.TensorShape([*hidden.shape[:-1], num_classes])
-        self.dtype = dtype
+        self.shape = tf.TensorShape([*hidden.shape[:-1], head.num_classes])
+        self.dtype = (head.after or [head.layer])[-1].compute_dtype
         self.computed: dict[int, tf.Tensor] | None = None
+        private_keras.set_mask(self, private_keras.mask_of(hidden))
 
     def refuse(self, *_, **__):
         """Says that there is nothing to read."""
@@ -117,6 +111,21 @@ class Predictions:
     __tf_tensor__ = __array__ = __getitem__ = __iter__ = __len__ = refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = refuse
     __truediv__ = __rtruediv__ = __neg__ = __bool__ = __float__ = refuse
+
+
+def tensors_of(y_pred):
+    """What a model gave, with hidden states in the place of predictions."""
+    return _map(lambda each: getattr(each, "hidden", each), y_pred)
+
+
+def around(y_pred, tensors):
+    """What a model would have given, had these been its `tensors_of`."""
+
+    def made(each, tensor):
+        is_hidden = isinstance(each, Predictions)
+        return Predictions(each.head, tensor) if is_hidden else tensor
+
+    return _map(made, y_pred, tensors)
 
 
 class ChunkedLoss(Mechanism):
@@ -145,20 +154,10 @@ class ChunkedLoss(Mechanism):
     def _hiding(self, call: Callable):
         @functools.wraps(call)
         def run(*args, **kwargs):
-            return keras.tree.map_structure(
-                self._predictions, call(*args, **kwargs)
-            )
+            predictions = functools.partial(Predictions, self._head)
+            return _map(predictions, call(*args, **kwargs))
 
         return run
-
-    def _predictions(self, hidden) -> Predictions:
-        head = self._head
-        dtype = (head.after or [head.layer])[-1].compute_dtype
-        predictions = Predictions(hidden, head.num_classes, dtype)
-        mask = private_keras.mask_of(hidden)
-        if mask is not None:
-            predictions.mask = mask
-        return predictions
 
     def _loss(self, training: bool, call: Callable):
         """Stands for the `call` of what computes the compiled loss."""
@@ -188,6 +187,9 @@ class ChunkedLoss(Mechanism):
                     f"shape {predictions.shape}"
                 )
             hidden, labels = predictions.hidden, reduce.labels
+            # A weight that is in shards is whole from now on.
+            with tf.control_dependencies([hidden]):
+                weight, bias = head.weight, head.bias
             flat = Tokens(
                 tf.reshape(hidden, [-1, hidden.shape[-1]]),
                 tf.reshape(
@@ -197,7 +199,7 @@ class ChunkedLoss(Mechanism):
             )
             metrics = self._metrics(y_true, spec)
             total, found = chunks.weighted_sum(
-                *(flat, head.weight, head.bias, form),
+                *(flat, weight, bias, form),
                 metrics=[_of_tokens(head, each) for each in metrics],
                 differentiate=training,
             )
@@ -380,8 +382,8 @@ def _only(y_pred) -> Predictions:
     return predictions
 
 
-def _map(function, y_pred):
-    return keras.tree.map_structure(function, y_pred)
+def _map(function, *structures):
+    return keras.tree.map_structure(function, *structures)
 
 
 def _spec(predictions: Predictions) -> keras.KerasTensor:

@@ -8,8 +8,8 @@ import struct
 import keras
 import tensorflow as tf
 
-from kmem import precision
 from kmem.budget.report import MemoryReport
+from kmem.fit.mechanisms import as_in_a_step
 from kmem.keras_graph import profiling
 from kmem.planning import picture
 from kmem.reporting import page
@@ -82,7 +82,7 @@ def _profiled(model, memory_report: MemoryReport) -> pictures.Graphs:
         if choice.plan is not None:
             continue
         part = batches.part_of(batch, options.num_parts)
-        with precision.applied(model, options.mixed_precision):
+        with as_in_a_step(model, options):
             profile = profiling.profile(model, part, costs="flops")
         graphs[options] = profile.network.graph
     return graphs

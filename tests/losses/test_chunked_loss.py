@@ -129,6 +129,13 @@ CASES = {
         {"microbatches": 3},
     ),
     "accumulation": ({}, {}, {"gradient_accumulation_steps": 2}),
+    "planned": ({"mask_zero": True}, {}, {"remat": "auto"}),
+    "tied, evicted": (
+        {"end": "tied", "mask_zero": True},
+        {"metrics": []},
+        {"dtr": True},
+    ),
+    "in shards": ({"mask_zero": True}, {}, {"sharding": "full"}),
 }
 
 
@@ -146,30 +153,61 @@ def test_weights_and_logs_are_those_of_a_plain_fit(case):
     assert_same(got, want)
 
 
-def test_bytes_are_those_of_hidden_states_and_weights_not_of_logits():
+def peak_of_step(depth=0, **options):
     ids = np.zeros((4, 256), "int32")
-    peaks = {}
-    for chunked in (False, True):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((256,), dtype="int32")
-        hidden = keras.layers.Embedding(10, 16)(inputs)
-        model = keras.Model(inputs, keras.layers.Dense(4096)(hidden))
-        kmem.wrap(model).compile(
-            keras.optimizers.SGD(),
-            SPARSE(from_logits=True),
-            metrics=["accuracy"],
-        )
-        arguments = dict(batch_size=4, verbose=0, chunked_loss=chunked)
-        model.fit(ids, ids, **arguments)
-        with kmem.memory.track("CPU") as usage:
-            model.fit(ids, ids, **arguments)
-        peaks[chunked] = usage.peak_bytes - usage.start_bytes
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((256,), dtype="int32")
+    hidden = keras.layers.Embedding(10, 16)(inputs)
+    for _ in range(depth):
+        hidden = keras.layers.Dense(16, "gelu")(hidden)
+    model = keras.Model(inputs, keras.layers.Dense(4096)(hidden))
+    kmem.wrap(model).compile(
+        keras.optimizers.SGD(),
+        SPARSE(from_logits=True),
+        metrics=["accuracy"],
+    )
+
+    class Peaks(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            kmem.memory.reset_peak("CPU")
+            self.before = kmem.memory.current("CPU")
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.last = kmem.memory.peak("CPU") - self.before
+
+    peaks = Peaks()
+    arguments = dict(batch_size=4, epochs=2, verbose=0, callbacks=[peaks])
+    model.fit(ids, ids, **arguments, **options)
+    return peaks.last
+
+
+def test_bytes_are_those_of_hidden_states_and_weights_not_of_logits():
+    peaks = {
+        chunked: peak_of_step(chunked_loss=chunked) for chunked in (False, True)
+    }
 
     logits, weight = 4 * 4 * 256 * 4096, 4 * 16 * 4096
     assert peaks[False] > logits
     # In a chunk logits are as large as the weight: those, their slopes, what
     # they add to its gradient, that itself, and what accuracy makes of them.
     assert peaks[True] < 7 * weight < logits / 9
+
+
+@pytest.mark.slow
+def test_what_is_left_without_logits_is_recomputed():
+    chunked = peak_of_step(12, chunked_loss=True)
+    planned = peak_of_step(12, chunked_loss=True, remat="auto")
+
+    hidden = 4 * 4 * 256 * 16
+    # Two of each layer are kept, but for those of a few.
+    assert planned < chunked - 10 * hidden
+
+
+@pytest.mark.parametrize("option", [{"dtr": True}, {"sharding": "full"}])
+def test_logits_are_nowhere_under_other_options(option):
+    logits = 4 * 4 * 256 * 4096
+
+    assert peak_of_step(chunked_loss=True, **option) < logits / 6
 
 
 @pytest.mark.parametrize("reduction, passes", [("sum", 1), (None, 2)])

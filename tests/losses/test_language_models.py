@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import kmem
+from kmem.attention import blocks
 
 keras_hub = pytest.importorskip("keras_hub")
 
@@ -53,3 +54,44 @@ def test_gpt2_trains_with_the_numbers_of_keras_in_less_memory():
     logits = 4 * 4 * LENGTH * WORDS
     assert peaks[0] > logits
     assert peaks[1] < logits / 2
+
+
+def rotary(kind):
+    """Models whose attention is a layer of KerasHub's own."""
+    keras.utils.set_random_seed(0)
+    sizes = dict(vocabulary_size=20, num_layers=1, hidden_dim=16)
+    sizes |= dict(intermediate_dim=32, num_query_heads=4)
+    if kind == "Gemma":
+        sizes |= dict(num_key_value_heads=1, head_dim=4)
+    else:
+        sizes |= dict(num_key_value_heads=2)
+    backbone = getattr(keras_hub.models, f"{kind}Backbone")(**sizes)
+    model = getattr(keras_hub.models, f"{kind}CausalLM")(
+        backbone, preprocessor=None
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    return kmem.wrap(model)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["Llama", "Gemma", "Mistral"])
+def test_attention_that_keras_hub_computes_itself_is_reached(kind, monkeypatch):
+    ids = np.random.default_rng(0).integers(1, 20, (4, 12))
+    mask = np.arange(12)[None] < [[5], [8], [12], [12]]
+    x = {"token_ids": ids, "padding_mask": mask}
+    attention, lengths, weights = blocks.attention, [], []
+
+    def counted(query, *arguments, **others):
+        lengths.append(query.shape[2])
+        return attention(query, *arguments, **others)
+
+    monkeypatch.setattr(blocks, "attention", counted)
+    for chunked in (None, True):
+        model = rotary(kind)
+        model.fit(x, ids, epochs=2, verbose=0, chunked_attention=chunked)
+        weights.append(model.get_weights())
+
+    assert lengths == [4]
+    for got, want in zip(*weights, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)

@@ -46,6 +46,10 @@ TWO = {
         {"sharding": "full", "microbatches": 3},
     ),
     "accumulation": ("masked_regularized", GROUPS | {"sharding": LOCAL}),
+    "chunks": (
+        "words",
+        dict(sharding="full", chunked_loss=True, chunked_attention=True),
+    ),
 }
 
 

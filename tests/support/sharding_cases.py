@@ -52,6 +52,18 @@ def transformer():
     return model, {"x": ids, "y": targets}
 
 
+def words():
+    """Classes of tokens, of which a mask counts some."""
+    ids, _ = sequences()
+    inputs = keras.Input((8,), dtype="int32")
+    x = layers.Embedding(11, 8, mask_zero=True)(inputs)
+    outputs = layers.Dense(30)(layers.Dense(8, "tanh")(_block(x)))
+    model = keras.Model(inputs, outputs)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.05), loss, weighted_metrics=["acc"])
+    return model, {"x": ids, "y": (ids * 7 + 3) % 30}
+
+
 def recurrent():
     """Loops, and a mask that the loss counts by."""
     ids, targets = sequences()
@@ -163,6 +175,7 @@ def everything():
 SHARDED = {
     "convolutions": convolutions,
     "transformer": transformer,
+    "words": words,
     "recurrent": recurrent,
     "own_model": own_model,
     "own_gradients": own_gradients,
