@@ -15,14 +15,14 @@ from uses import page
 
 
 @functools.cache
-def plain(use, precision):
+def plain(use, precision, classifies):
     """What Keras alone makes of a use, in the precision of an option."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder)
         if precision == "float32":
             alone = harness.in_32_bits(functools.partial(USES[use]))
-            return harness.run(alone, None, path)
-        return harness.run(USES[use], None, path)
+            return harness.run(alone, None, path, classifies)
+        return harness.run(USES[use], None, path, classifies)
 
 
 def cell(number, use, option):
@@ -53,15 +53,16 @@ CELLS = [
 @pytest.mark.parametrize(("use", "option"), CELLS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_use_is_as_in_keras_or_refused(use, option, tmp_path):
+    classifies = option == "chunked_loss"
     refused = expected.REFUSED.get((use, option))
     if refused is not None:
         with pytest.raises(ValueError) as info:
-            harness.run(USES[use], option, tmp_path)
+            harness.run(USES[use], option, tmp_path, classifies)
         assert refused in str(info.value)
         return
-    got = harness.run(USES[use], option, tmp_path)
+    got = harness.run(USES[use], option, tmp_path, classifies)
     precision = "float32" if option == "mixed_precision" else "float64"
-    want = plain(use, precision)
+    want = plain(use, precision, classifies)
     if (use, option) in expected.DIFFERS:
         assert relative_error(got.state, want.state) > harness.ROUNDING
         assert all(np.isfinite(array).all() for array in got.state)

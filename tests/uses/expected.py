@@ -35,6 +35,27 @@ REFUSED: dict[tuple[str, str], str] = {
         (f"optimizer_{name}", "sharding"): "updates every number by itself"
         for name in ("lamb", "adafactor", "muon", "schedule_free")
     },
+    **{
+        (use, "chunked_loss"): "needs a Functional or Sequential model"
+        for use in (
+            "subclassed",
+            "train_step_with_the_compiled_loss",
+            "train_step_without_a_compiled_loss",
+            "train_step_with_two_optimizers",
+            "own_compute_loss",
+        )
+    },
+    **{
+        (use, "chunked_loss"): "needs a model with one output"
+        for use in (
+            "list_of_outputs",
+            "tuple_of_outputs",
+            "dict_of_outputs",
+            "output_without_a_loss",
+        )
+    },
+    ("lora_on_int8", "chunked_loss"): "a last layer without quantization",
+    ("loss_as_a_function", "chunked_loss"): "Leave `chunked_loss` out",
     ("optimizer_that_accumulates", "gradient_accumulation_steps"): (
         "by kmem or by the optimizer, not by both"
     ),

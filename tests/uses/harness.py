@@ -26,6 +26,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dtr": {"dtr": True},
     "memory_budget": {"memory_budget": "8GB"},
     "sharding": {"sharding": "full"},
+    "chunked_loss": {"chunked_loss": True},
+    "chunked_attention": {"chunked_attention": True},
 }
 # Of the largest entry of each array: in 64 bits nothing but the order of
 # additions may differ.
@@ -88,19 +90,23 @@ class Trainer:
             model.memory_options = None
 
 
-def run(use: Callable, option: str | None, folder) -> Result:
+def run(
+    use: Callable, option: str | None, folder, classifies: bool = False
+) -> Result:
     """Runs a use from its start, in 64 bits unless the option is about 16.
 
     Args:
         use: The function.
         option: A key of `OPTIONS`; `None` for Keras alone.
         folder: An empty folder.
+        classifies: Whether its outputs are to be logits of classes.
     """
     options = None if option is None else OPTIONS[option]
     steps = (options or {}).get("gradient_accumulation_steps", 1)
     precision = "float32" if option == "mixed_precision" else "float64"
     with (
         in_precision(getattr(use, "precision", precision)),
+        classifying() if classifies else contextlib.nullcontext(),
         warnings.catch_warnings(),
     ):
         keras.utils.clear_session(free_memory=False)
@@ -122,6 +128,27 @@ def in_precision(name: str):
     finally:
         keras.config.set_floatx(before[0])
         keras.config.set_dtype_policy(before[1])
+
+
+@contextlib.contextmanager
+def classifying():
+    """Within, models are compiled with a cross-entropy in the place of a mean
+    error, and without metrics, which would be of numbers."""
+    # Keras compiles what it loads if nobody overrides it.
+    owner = next(k for k in keras.Model.__mro__ if "compile" in vars(k))
+    keras_compile = owner.compile
+
+    def compile_(model, *args, loss=None, **kwargs):
+        kwargs |= dict.fromkeys(("metrics", "weighted_metrics"))
+        if loss in ("mse", "mae"):
+            loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+        return keras_compile(model, *args, loss=loss, **kwargs)
+
+    owner.compile = compile_
+    try:
+        yield
+    finally:
+        owner.compile = keras_compile
 
 
 def in_32_bits(use):

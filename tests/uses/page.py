@@ -27,7 +27,8 @@ optimizer and the logs.
 
 The options are `microbatches=3`, `gradient_accumulation_steps=2` (with batches
 half as large), `mixed_precision="bfloat16"`, `remat="auto"`, `dtr=True`,
-`memory_budget="8GB"` and `sharding="full"` in one process.
+`memory_budget="8GB"`, `sharding="full"` in one process, `chunked_loss=True` (of
+which each use has a cross-entropy) and `chunked_attention=True`.
 
 """
 
