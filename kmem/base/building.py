@@ -1,9 +1,10 @@
-"""Builds the native library: compiled once, on the user's machine.
+"""Finds the native library, or builds it: compiled once, by the user.
 
-TensorFlow has no stable C++ ABI, so no one binary fits every installation:
-the sources in custom_ops/ are compiled against the TensorFlow that is
-installed, at the first import or ahead of time by `kmem build`. All that is
-needed is a C++ compiler.
+TensorFlow has no stable C++ ABI, so no one binary fits every installation. A
+wheel may bring one for each of several versions of TensorFlow (`.ci/wheels`).
+For any other the sources in custom_ops/ are compiled against the TensorFlow
+that is installed, at the first import or ahead of time by `kmem build`. All
+that is needed is a C++ compiler.
 
 The result is kept in the user's own cache folder (`kmem.base.cache`). What this
 module does not do: load it (native.py), or remove libraries that were built
@@ -27,6 +28,8 @@ from concurrent import futures
 from kmem.base import cache
 
 _FLAGS = ("-O2", "-DNDEBUG", "-shared", "-fPIC", "-fvisibility=hidden")
+# Within the folder of the sources.
+_BROUGHT = "built"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _NO_COMPILER = """\
 kmem needs a C++ compiler, once, to build its native library. Install one:
@@ -73,23 +76,14 @@ def find_compiler() -> list[str] | None:
 
 
 def find_library() -> pathlib.Path | None:
-    """The library, if it was built for exactly this installation."""
-    folder = cache.folder()
-    if not folder.exists():
-        return None
-    with _explained():
-        cache.check_private(folder)
-    compiler = find_compiler()
-    if compiler:
-        paths = [folder / _library_name(compiler)]
-    else:
-        # Built where there was a compiler, which was removed since.
-        paths = sorted(folder.glob(f"{_installation_name()}-*.so"))
+    """The library: what was built for exactly this installation, else what
+    the wheel brought for this version of TensorFlow."""
+    paths = [*_cached_libraries(), sources_folder() / _BROUGHT / _wheel_name()]
     return next((path for path in paths if _is_whole(path)), None)
 
 
 def build(force: bool = False) -> pathlib.Path:
-    """Compiles the library unless that has been done.
+    """Compiles the library unless it is there.
 
     Args:
         force: Compile even if the library is there already.
@@ -123,12 +117,39 @@ def build(force: bool = False) -> pathlib.Path:
     return path
 
 
+def build_for_wheel(package: pathlib.Path) -> pathlib.Path:
+    """Adds the library for the TensorFlow that is installed to a wheel.
+
+    Args:
+        package: The folder `kmem` of the wheel, unpacked.
+
+    Returns:
+        The path of the library, in that folder.
+    """
+    path = package / "custom_ops" / _BROUGHT / _wheel_name()
+    path.parent.mkdir(exist_ok=True)
+    return pathlib.Path(shutil.copyfile(build(), path))
+
+
 def has_failed() -> bool:
     """Whether the last try to build the library with this compiler failed."""
     compiler = find_compiler()
     if compiler is None:
         return False
     return _failure(cache.folder() / _library_name(compiler)).exists()
+
+
+def _cached_libraries() -> list[pathlib.Path]:
+    folder = cache.folder()
+    if not folder.exists():
+        return []
+    with _explained():
+        cache.check_private(folder)
+    compiler = find_compiler()
+    if compiler:
+        return [folder / _library_name(compiler)]
+    # Built where there was a compiler, which was removed since.
+    return sorted(folder.glob(f"{_installation_name()}-*.so"))
 
 
 def _failure(path: pathlib.Path) -> pathlib.Path:
@@ -214,23 +235,27 @@ def _library_name(compiler: list[str]) -> str:
     return f"{_installation_name()}-{identity}.so"
 
 
-def _installation_name() -> str:
-    """Names the sources, the flags and the TensorFlow to build against."""
+def _wheel_name() -> str:
+    """Names what no user's installation changes: sources and TensorFlow."""
     import tensorflow as tf
 
     folder = sources_folder()
     parts: list[object] = [
         platform.machine(),
-        os.confstr("CS_GNU_LIBC_VERSION"),
-        tf.version.VERSION,
         tf.version.GIT_VERSION,
         tf.version.COMPILER_VERSION,
-        *_compile_flags(),
-        *_link_flags(),
+        *_FLAGS,
     ]
     for source in _sources(".cc", ".h"):
         parts += [source.relative_to(folder), source.read_bytes()]
-    return f"kmem-{_digest(*parts)}"
+    return f"tensorflow-{tf.version.VERSION}-{_digest(*parts)}.so"
+
+
+def _installation_name() -> str:
+    """Names the sources, the flags and the TensorFlow to build against."""
+    libc = os.confstr("CS_GNU_LIBC_VERSION")
+    flags = (*_compile_flags(), *_link_flags())
+    return f"kmem-{_digest(_wheel_name(), libc, *flags)}"
 
 
 def _digest(*parts: object) -> str:

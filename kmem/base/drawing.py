@@ -1,5 +1,6 @@
-"""What kmem's pictures have in common: their size, colours and frames."""
+"""How kmem shows things: what its pictures have in common, and notebooks."""
 
+import html
 import importlib.util
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,17 @@ GREY = "#80868b"
 BLUE = "#1a73e8"
 AMBER = "#f9ab00"
 RED = "#c5221f"
+
+
+class Shown:
+    """What a notebook shows by its `summary`."""
+
+    def summary(self) -> str:
+        """In words."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.summary())}</pre>"
 
 
 def new_figure(subject: str) -> "Figure":

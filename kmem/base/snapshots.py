@@ -10,7 +10,6 @@ the rest.
 import contextlib
 import dataclasses
 import gc
-import html
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmem.base import drawing
 from kmem.base.private_keras import tf_variable
 from kmem.base.sizes import format_size
 
@@ -43,7 +43,7 @@ class HeldTensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Snapshot:
+class Snapshot(drawing.Shown):
     """What a device's memory holds at a moment, in bytes.
 
     Attributes:
@@ -74,10 +74,6 @@ class Snapshot:
         ):
             lines.append(f"{name:<40} {format_size(size):>10}")
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return f"<pre>{html.escape(self.summary())}</pre>"
 
 
 def snapshot(device: str, in_use_bytes: int) -> Snapshot:

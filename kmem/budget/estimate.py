@@ -9,13 +9,13 @@ computes, and what kernels keep for themselves on other processors.
 """
 
 import dataclasses
-import html
 import os
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kmem.base import drawing
 from kmem.base import patching
 from kmem.base import private_keras
 from kmem.base.private_keras import all_layers
@@ -60,7 +60,7 @@ class TensorAtPeak:
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
+class Estimate(drawing.Shown):
     """What a training step needs, in bytes.
 
     The peak is the sum of parameters, optimizer, batch, gradients, activations
@@ -117,10 +117,6 @@ class Estimate:
         lines += ["", "the largest tensors at the peak"]
         lines += map(str, self.tensors)
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return f"<pre>{html.escape(self.summary())}</pre>"
 
 
 def estimate(model: keras.Model, batch: Any) -> Estimate:

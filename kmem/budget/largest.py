@@ -9,7 +9,6 @@ do: options whose choice depends on the batch (`remat`, `dtr`,
 
 import dataclasses
 import gc
-import html
 from typing import Any
 
 import keras
@@ -17,6 +16,7 @@ import tensorflow as tf
 from typing_extensions import Unpack
 
 from kmem import memory as device_memory
+from kmem.base import drawing
 from kmem.base.private_keras import all_layers
 from kmem.base.sizes import format_size
 from kmem.base.sizes import parse_size
@@ -39,7 +39,7 @@ _ALLOWED = ("microbatches", "mixed_precision")
 
 
 @dataclasses.dataclass(frozen=True)
-class LargestBatch:
+class LargestBatch(drawing.Shown):
     """The largest batch that trains in a given memory.
 
     Attributes:
@@ -66,10 +66,6 @@ class LargestBatch:
             f"{self.seconds_per_example * 1e3:.3g} ms an example, "
             f"{self.num_runs} dry runs)"
         )
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return f"<pre>{html.escape(self.summary())}</pre>"
 
 
 def largest_batch(

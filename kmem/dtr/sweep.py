@@ -61,7 +61,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sweep:
+class Sweep(drawing.Shown):
     """What training costs at several thresholds of DTR, measured.
 
     Attributes:

@@ -7,7 +7,6 @@ replayed, drawn and compared wherever it is loaded; it is saved as JSON.
 import collections
 import dataclasses
 import functools
-import html
 import itertools
 import json
 import os
@@ -17,6 +16,7 @@ import typing
 from typing import Any
 
 from kmem.base import cache
+from kmem.base import drawing
 from kmem.base.sizes import format_size
 from kmem.planning.graph import Simulation
 from kmem.planning.graph import simulate
@@ -30,7 +30,7 @@ _TOO_LARGE = 2**63
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(drawing.Shown):
     """What a training step recomputes, made by `kmem.plan`.
 
     Attributes:
@@ -126,10 +126,6 @@ class Plan:
         """A step that keeps everything, replayed."""
         graph = self.network.graph
         return simulate(graph, graph.program)
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return f"<pre>{html.escape(self.summary())}</pre>"
 
     def summary(self) -> str:
         """The plan in words, a line for each of its segments."""

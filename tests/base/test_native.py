@@ -13,6 +13,7 @@ import threading
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import kmem
 from kmem.base import building
@@ -136,6 +137,43 @@ def test_a_library_outlives_its_compiler(compiler, monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/c++")
     assert building.find_compiler() is None
     assert building.find_library() == path
+
+
+def test_a_wheels_library_is_for_its_tensorflow_and_needs_no_compiler(
+    compiler, tmp_path, monkeypatch
+):
+    package = tmp_path / "kmem"
+    shutil.copytree(building.sources_folder(), package / "custom_ops")
+    monkeypatch.setattr(
+        building, "sources_folder", lambda: package / "custom_ops"
+    )
+    brought = building.build_for_wheel(package)
+    assert tf.version.VERSION in brought.name
+    cache.clear()
+    monkeypatch.setenv("CXX", "/bin/false")
+    assert building.find_library() == building.build() == brought
+    # Where the paths and the C library are others.
+    monkeypatch.setattr(tf.sysconfig, "get_lib", lambda: "/elsewhere")
+    monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.99")
+    assert building.find_library() == brought
+    monkeypatch.setattr(tf.version, "GIT_VERSION", "another")
+    assert building.find_library() is None
+
+
+def test_what_the_user_builds_comes_before_what_the_wheel_brought(
+    compiler, tmp_path, monkeypatch
+):
+    package = tmp_path / "kmem"
+    shutil.copytree(building.sources_folder(), package / "custom_ops")
+    monkeypatch.setattr(
+        building, "sources_folder", lambda: package / "custom_ops"
+    )
+    brought = building.build_for_wheel(package)
+    cache.clear()
+    assert building.build() == brought
+    own = building.build(force=True)
+    assert own != brought
+    assert building.find_library() == own
 
 
 def test_the_cache_folder_is_the_users_alone(compiler):

@@ -22,16 +22,17 @@ def test_the_demo_tells_its_story(python, native_library, tmp_path):
         """
     )
     assert status == 0, output + errors
+    exact = [demo.BUDGET, demo.PLANNED, demo.EVICTING, demo.MICRO]
     rows = {
-        item: re.search(f"^{re.escape(item.label)} +(.*)$", output, re.M)
-        for item in (demo.UNLIMITED, demo.PLAIN, demo.PARTS, demo.GROUPS)
+        item: re.search(f"^{re.escape(item.label)}  +(.*)$", output, re.M)
+        for item in (demo.UNLIMITED, demo.PLAIN, *exact)
     }
-    assert rows[demo.PLAIN][1].split() == "100 out of memory - -".split()
+    assert rows[demo.PLAIN][1].split() == "out of memory - - -".split()
     losses = []
-    for item in (demo.UNLIMITED, demo.PARTS, demo.GROUPS):
-        _, peak, loss, _ = rows[item][1].split()
+    for item in (demo.UNLIMITED, *exact):
+        peak, _, _, loss, _ = rows[item][1].split()
         losses.append(float(loss))
-        assert (float(peak) < 100) == item.limited
+        assert (float(peak) < 72) == item.limited
     assert max(losses) - min(losses) < 1e-4
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -39,12 +40,44 @@ def test_the_demo_tells_its_story(python, native_library, tmp_path):
 def results(**changed):
     """What a demonstration gives, but for some of its runs."""
     good = {
-        "UNLIMITED": demo.Result(loss=0.5, peak_bytes=150_000_000),
-        "PLAIN": demo.Result(error="OOM", peak_bytes=90_000_000),
-        "PARTS": demo.Result(loss=0.5, peak_bytes=20_000_000),
+        "UNLIMITED": demo.Result(loss=0.5, peak_bytes=90_000_000),
+        "PLAIN": demo.Result(error="OOM"),
+        "BUDGET": demo.Result(loss=0.5, peak_bytes=60_000_000),
+        "MICRO": demo.Result(loss=0.5, peak_bytes=20_000_000),
         "ROUNDED": demo.Result(loss=0.6, peak_bytes=20_000_000),
     }
     return {getattr(demo, k): v for k, v in (good | changed).items()}
+
+
+def test_every_run_has_a_strip_that_says_what_it_took(tmp_path, monkeypatch):
+    """In words, for whoever sees no colours."""
+    from matplotlib import figure
+
+    drawn = []
+    monkeypatch.setattr(
+        figure.Figure, "savefig", lambda self, path, dpi: drawn.append(self)
+    )
+    times = [float(time) for time in range(2 * demo.STEPS_PER_EPOCH)]
+    samples = [(time, 1_000_000 * (time + 1)) for time in times]
+    runs = results()
+    for result in runs.values():
+        result.samples = samples
+        result.updates = [] if result.error else times
+    demo._draw(runs, tmp_path / "memory.png")
+    words = [[t.get_text() for t in axes.texts] for axes in drawn[0].axes]
+    assert words == [
+        ["90 MB", "Keras, no limit"],
+        ["out of memory", "Keras"],
+        [
+            "60 MB, 1.0x the time,\nthe same numbers",
+            'memory_budget="64MB"',
+        ],
+        ["20 MB, 1.0x the time,\nthe same numbers", "microbatches=8"],
+        [
+            "20 MB, 1.0x the time,\nrounded numbers",
+            "microbatches=8, bfloat16",
+        ],
+    ]
 
 
 def test_a_story_that_holds_has_no_problems():
@@ -55,13 +88,13 @@ def test_a_story_that_holds_has_no_problems():
     "changed, problem",
     [
         ({"PLAIN": demo.Result(loss=0.5)}, "plain Keras fits"),
-        ({"PARTS": demo.Result(error="OOM")}, "does not fit"),
+        ({"MICRO": demo.Result(error="OOM")}, "does not fit"),
         (
-            {"PARTS": demo.Result(loss=0.5, peak_bytes=100_000_001)},
+            {"BUDGET": demo.Result(loss=0.5, peak_bytes=72_000_001)},
             "does not fit",
         ),
-        ({"PARTS": demo.Result(loss=0.50001)}, "the loss is off by 2.0e-05"),
-        ({"PARTS": demo.Result(loss=math.nan)}, "the loss is off by nan"),
+        ({"MICRO": demo.Result(loss=0.50001)}, "the loss is off by 2.0e-05"),
+        ({"MICRO": demo.Result(loss=math.nan)}, "the loss is off by nan"),
         ({"ROUNDED": demo.Result(error="OOM")}, "does not fit"),
     ],
 )
