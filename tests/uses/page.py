@@ -14,16 +14,16 @@ PATH = pathlib.Path(__file__).parents[2] / "docs/what_works_with_what.md"
 _OPENING = """\
 # What works with what
 
-Everyday uses of Keras, under each option of `fit`. This page is written from
-the tests that try them: `tests/test_uses.py` trains each of them with Keras
-alone and under the option, and compares all weights, all variables of the
-optimizer and the logs.
+Look up whether an option of `fit` works with what you use of Keras. The table
+is made from tests: `tests/test_uses.py` trains each use with Keras alone and
+under the option, and compares all weights, all variables of the optimizer and
+the logs.
 
-* **=** The same numbers: in 64 bits, the largest difference is rounding. Under
-  `mixed_precision`, which computes in 16 bits, the losses agree to a few
+* **=** gives the same numbers: in 64 bits, the largest difference is rounding.
+  Under `mixed_precision`, which computes in 16 bits, the losses agree to a few
   percent.
-* **no** A `ValueError` before training that says what to use instead.
-* **a number** The numbers are others, for the reason below the table.
+* **no** raises a `ValueError` before training, which says what to use instead.
+* **a number** stands for other numbers, for the reason of that number below.
 
 The options are `microbatches=3`, `gradient_accumulation_steps=2` (with batches
 half as large), `mixed_precision="bfloat16"`, `remat="auto"`, `dtr=True`,
