@@ -42,6 +42,15 @@ class _Mask:
     whole: Callable
 
 
+def draws_nothing(model: keras.Model) -> bool:
+    """Whether a model has attention that chunks change by rounding alone."""
+    layers = private_keras.all_layers(model)
+    own = [layer for layer in layers if _is_keras_own(layer)]
+    if any(private_keras.attention_dropout(layer).rate for layer in own):
+        return False
+    return bool(own) or any(map(private_keras.fused_attention, layers))
+
+
 class ChunkedAttention(Mechanism):
     """Changes how attention is computed."""
 

@@ -133,6 +133,9 @@ def describe(options: MemoryOptions) -> str:
         words.append(f"microbatches={options.microbatches.count}")
     if options.remat is not None:
         words.append("remat")
+    for name in ("chunked_loss", "chunked_attention"):
+        if getattr(options, name):
+            words.append(name)
     if options.mixed_precision is not None:
         words.append(options.mixed_precision.dtype)
     if options.sharding is not None:

@@ -112,8 +112,8 @@ class BudgetedSession:
         # What was on the model, and what is, by name.
         self._plain: dict[str, Any] = {}
         self._functions: dict[str, Callable] = {}
-        # By the precision.
-        self._inferences: dict[Any, BudgetedInference] = {}
+        # By what does not depend on how many parts train.
+        self._inferences: dict[MemoryOptions, BudgetedInference] = {}
 
     @classmethod
     def of(
@@ -153,7 +153,9 @@ class BudgetedSession:
         session = bucket.session
         if session.options.sharding is not None:
             return None
-        key = session.options.mixed_precision
+        key = dataclasses.replace(
+            session.options, microbatches=None, remat=None
+        )
         if key not in self._inferences:
             self._inferences[key] = BudgetedInference(
                 *(self.model, self._options),

@@ -7,6 +7,7 @@ within. Not here: sharding (`kmem/sharding/training`) and the undo of a step.
 """
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import itertools
@@ -18,6 +19,7 @@ import tensorflow as tf
 
 from kmem import precision
 from kmem.attention.chunked_attention import ChunkedAttention
+from kmem.attention.chunked_attention import draws_nothing
 from kmem.base import patching
 from kmem.base.bindings import AUTO
 from kmem.base.patching import Context
@@ -30,6 +32,7 @@ from kmem.graph import ordering
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
 from kmem.keras_graph.recording import Recording
+from kmem.losses import chunked_loss
 from kmem.losses.chunked_loss import ChunkedLoss
 from kmem.options import DTR
 from kmem.options import MemoryOptions
@@ -139,6 +142,15 @@ def in_chunks(model: keras.Model, options: MemoryOptions) -> list[Mechanism]:
         ChunkedAttention: options.chunked_attention,
     }
     return [mechanism(model) for mechanism in asked if asked[mechanism]]
+
+
+def with_chunks(model: keras.Model, options: MemoryOptions) -> MemoryOptions:
+    """The options, and in chunks what changes by rounding alone then."""
+    loss = options.chunked_loss or chunked_loss.pays(model)
+    attention = options.chunked_attention or draws_nothing(model)
+    return dataclasses.replace(
+        options, chunked_loss=loss or None, chunked_attention=attention or None
+    )
 
 
 def as_in_a_step(model: keras.Model, options: MemoryOptions) -> Context:

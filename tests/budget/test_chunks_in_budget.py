@@ -1,0 +1,76 @@
+"""`memory_budget` computes logits and scores in chunks where that is what
+fits: one example cannot be split, and logits cannot be recomputed."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from peaks import peaks_bytes
+
+import kmem
+
+pytestmark = pytest.mark.usefixtures("native_library")
+
+_NUM_TOKENS = 512
+
+
+def _language_model():
+    inputs = keras.Input((_NUM_TOKENS,), dtype="int32")
+    x = layers.Embedding(2000, 16)(inputs)
+    model = keras.Model(inputs, layers.Dense(2000)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    tokens = np.arange(_NUM_TOKENS)[None]
+    return model, loss, tokens, (tokens + 1) % 2000
+
+
+def _attention(dropout=0.0):
+    inputs = keras.Input((_NUM_TOKENS, 16))
+    attention = layers.MultiHeadAttention(4, 4, dropout=dropout)
+    model = keras.Model(inputs, attention(inputs, inputs))
+    x = np.random.default_rng(0).normal(size=(1, _NUM_TOKENS, 16))
+    return model, "mse", x.astype("float32"), x.astype("float32")
+
+
+def _made(make):
+    keras.utils.set_random_seed(0)
+    model, loss, x, y = make()
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    return kmem.wrap(model), tf.constant(x), tf.constant(y)
+
+
+def _half(model, x, y):
+    """Half of what a plain step adds to what is in memory."""
+    peak = max(peaks_bytes(model.train_on_batch, x, y))
+    current = kmem.memory.current()
+    return current + (peak - current) // 2
+
+
+@pytest.mark.parametrize(
+    "make, option",
+    [(_language_model, "chunked_loss"), (_attention, "chunked_attention")],
+    ids=["logits", "scores"],
+)
+def test_what_fits_only_in_chunks_comes_in_chunks(make, option):
+    budget = _half(*_made(make))
+    plain, x, y = _made(make)
+    losses = [plain.train_on_batch(x, y) for _ in range(2)]
+
+    model, x, y = _made(make)
+    model.memory_options = kmem.MemoryOptions(memory_budget=budget)
+    own = [model.train_on_batch(x, y) for _ in range(2)]
+    peaks = peaks_bytes(model.train_on_batch, x, y)
+
+    assert getattr(model.memory_report.chosen.options, option)
+    assert option in model.memory_report.summary()
+    assert max(peaks) <= budget
+    np.testing.assert_allclose(own, losses, rtol=1e-6)
+
+
+def test_attention_that_drops_scores_is_not_drawn_anew():
+    model, x, y = _made(lambda: _attention(dropout=0.1))
+    budget = _half(model, x, y)
+    model.memory_options = kmem.MemoryOptions(memory_budget=budget)
+
+    with pytest.raises(ValueError, match="must be at least"):
+        model.train_on_batch(x, y)
