@@ -17,11 +17,11 @@ _NUM_TOKENS = 512
 
 def _language_model():
     inputs = keras.Input((_NUM_TOKENS,), dtype="int32")
-    x = layers.Embedding(2000, 16)(inputs)
-    model = keras.Model(inputs, layers.Dense(2000)(x))
+    x = layers.Embedding(8000, 16)(inputs)
+    model = keras.Model(inputs, layers.Dense(8000)(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     tokens = np.arange(_NUM_TOKENS)[None]
-    return model, loss, tokens, (tokens + 1) % 2000
+    return model, loss, tokens, (tokens + 1) % 8000
 
 
 def _attention(dropout=0.0):

@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 import kmem
-from kmem.budget.estimate import Step
 from kmem.commands import cli
 
 
@@ -115,12 +114,12 @@ def test_the_peak_is_near_the_measured_one(make):
 
 
 def test_a_batch_may_be_larger_than_any_machine():
-    step = Step(compiled(recurrent), specs(10**8))
-    estimate = step.estimate()
-    assert estimate.peak_bytes > 10**12
+    model = compiled(recurrent)
+    whole = kmem.estimate(model, specs(10**8)).peak_bytes
+    assert whole > 10**12
     # Activations grow with the batch, and nothing else does.
-    half = step.total_bytes(10**8 // 2)
-    assert 2 * half == pytest.approx(estimate.peak_bytes, rel=1e-4)
+    half = kmem.estimate(model, specs(10**8 // 2)).peak_bytes
+    assert 2 * half == pytest.approx(whole, rel=1e-4)
 
 
 def test_it_prints_itself(tmp_path, capsys):
