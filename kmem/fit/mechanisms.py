@@ -33,6 +33,7 @@ from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
 from kmem.keras_graph.recording import Recording
 from kmem.losses import chunked_loss
+from kmem.losses import heads
 from kmem.losses.chunked_loss import ChunkedLoss
 from kmem.options import DTR
 from kmem.options import MemoryOptions
@@ -146,11 +147,22 @@ def in_chunks(model: keras.Model, options: MemoryOptions) -> list[Mechanism]:
 
 def with_chunks(model: keras.Model, options: MemoryOptions) -> MemoryOptions:
     """The options, and in chunks what changes by rounding alone then."""
-    loss = options.chunked_loss or chunked_loss.pays(model)
+    loss = options.chunked_loss or _has_more_logits(model)
     attention = options.chunked_attention or draws_nothing(model)
     return dataclasses.replace(
         options, chunked_loss=loss or None, chunked_attention=attention or None
     )
+
+
+def _has_more_logits(model: keras.Model) -> bool:
+    """Whether the loss can be computed in chunks, and its logits are more
+    numbers than the hidden states that they are made of."""
+    try:
+        chunked_loss.check(model)
+    except ValueError:
+        return False
+    head = heads.of(model)
+    return head.num_classes > sum(head.weight.shape) - head.num_classes
 
 
 def as_in_a_step(model: keras.Model, options: MemoryOptions) -> Context:

@@ -76,18 +76,6 @@ def check(model: keras.Model) -> None:
         _check_metric(metric)
 
 
-def pays(model: keras.Model) -> bool:
-    """Whether a model's loss can be computed in chunks, and its logits are
-    larger than the hidden states that they are made of."""
-    try:
-        check(model)
-    except ValueError:
-        return False
-    head = heads.of(model)
-    num_features = sum(head.weight.shape) - head.num_classes
-    return head.num_classes > num_features
-
-
 class Predictions:
     """What a model gives while its loss is computed in chunks.
 
