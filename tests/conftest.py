@@ -15,11 +15,14 @@ import kmem
 from kmem.base import building
 from kmem.base import cache
 from kmem.base import native
+from kmem.budget import tuning
 
 HAS_COMPILER = building.find_compiler() is not None
 
 if HAS_COMPILER:
     native.allocator()
+# Between the steps of a dry run: enough for the threads of small models.
+tuning.PAUSE_SECONDS = 0.005
 
 
 # The files that take longest, in that order: they begin first, so that no
