@@ -12,7 +12,8 @@ _NUM_STEPS = 6
 def in_one_order():
     """Within it a graph's operations run one by one, in one order each time.
 
-    So a step's peak is the same each time, and two peaks can be compared.
+    So a step's peak is the same each time, and two peaks can be compared. It
+    is not for graphs with loops, which TensorFlow refuses to run so.
     """
     return context.function_executor_type("SINGLE_THREADED_EXECUTOR")
 
