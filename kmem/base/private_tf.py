@@ -28,12 +28,16 @@ from tensorflow.python.eager.tape import variable_accessed as variable_accessed
 # or is traced. precision/test_precision_guards.py
 from tensorflow.python.framework import op_callbacks as op_callbacks
 from tensorflow.python.framework import ops
+from tensorflow.python.ops import while_v2
 
 # How TensorFlow computes an operation's gradient, adds gradients up and makes
 # those of what is not connected. dtr/test_dtr_device.py
 gradient_of_operation = backprop._gradient_function
 sum_of_gradients = backprop._aggregate_grads
 zero_gradients = backprop._zeros
+
+# The graph of a loop's gradient. remat/test_remat.py
+GradientOfLoop: Any = while_v2._WhileBodyGradFuncGraph
 
 
 def register_gradients(of_operation, add_up, zeros) -> None:

@@ -131,3 +131,13 @@ def function_within(outer: tf.Graph | None) -> tf.Graph | None:
             return graph
         graph = getattr(graph, "outer_graph", None)
     return None
+
+
+def in_gradient_of_loop() -> bool:
+    """Whether the gradient of a loop is being traced."""
+    graph: Any = current_graph()
+    while graph is not None:
+        if isinstance(graph, private_tf.GradientOfLoop):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False

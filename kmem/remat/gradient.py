@@ -68,15 +68,17 @@ def recompute(
     gradients = tape.gradient(y, block.trainable_weights)
     ```
     """
-    unchecked = check
+    unchecked, repeated = check, False
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
-        nonlocal unchecked
+        nonlocal unchecked, repeated
         # Within a forward pass that is not kept there is nothing to leave out.
         if _running.get() == _FIRST:
             return fn(*args, **kwargs)
         segment = _Segment(fn, Structure((args, kwargs)), keep_residuals)
+        # As `keras.remat` first runs what it is going to run again.
+        segment.repeated = repeated = repeated or private_tf.tapes_are_stopped()
         # A function within another one was looked at with that one.
         if unchecked and tf.executing_eagerly() and not _running.get():
             segment.check()
@@ -138,6 +140,9 @@ def is_watched(*groups: list) -> bool:
 
 class _Segment:
     """One call of a function, and what its gradient needs."""
+
+    # Whether TensorFlow runs the function again, and what is around it.
+    repeated = False
 
     def __init__(self, fn, arguments: Structure, keep_residuals=False):
         self._fn = fn
@@ -251,6 +256,10 @@ class _Segment:
 
     def _gradient(self, *gradients):
         """The gradients of the sources, from those of the outputs."""
+        if names.in_gradient_of_loop():
+            reason = purity.why_not_in_loop(self._raw, self.repeated)
+            if reason is not None:
+                raise purity.not_recomputable(self._fn, reason)
         wanted = sorted(self._noted_outputs or range(len(gradients)))
         self._noted_outputs = set()
         upstream = [tf.convert_to_tensor(gradients[i]) for i in wanted]

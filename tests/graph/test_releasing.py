@@ -59,6 +59,55 @@ def test_a_model_that_was_trained_leaves_nothing(
     assert kmem.memory.current("CPU") - before < 0.1 * WEIGHT_BYTES
 
 
+def count():
+    gc.collect()
+    return len(gc.get_objects()), kmem.memory.current("CPU")
+
+
+@pytest.mark.parametrize(
+    "num_models", [3, pytest.param(100, marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"microbatches": 2},
+        {"dtr": True},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"gradient_accumulation_steps": 2},
+                {"mixed_precision": "bfloat16"},
+                {"sharding": "full"},
+                {"remat": "8GB"},
+                {"memory_budget": "8GB"},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_models_in_a_row_leave_no_object_and_no_byte(
+    native_library, options, num_models
+):
+    """Each of those that plain Keras trains leaves thousands of objects."""
+    x = np.ones((4, 2), "float32")
+
+    def train_another():
+        dense = keras.layers.Dense
+        model = keras.Sequential([keras.Input((2,)), dense(3), dense(1)])
+        model.compile("adam", "mse", jit_compile=False)
+        kmem.wrap(model).fit(x, x[:, :1], batch_size=4, verbose=0, **options)
+
+    for _ in range(2):
+        train_another()
+    before = count()
+    for _ in range(num_models):
+        train_another()
+    objects, num_bytes = count()
+    assert num_bytes == before[1]
+    # What pytest keeps of TensorFlow's warnings, and none of a model.
+    assert objects - before[0] < 50
+
+
 def test_a_function_of_the_user_s_own_keeps_its_gradient():
     @tf.custom_gradient
     def tripled(x):

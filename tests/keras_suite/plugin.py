@@ -13,9 +13,11 @@ import json
 import os
 import pathlib
 import sys
+import time
 import types
 
 import pytest
+from keras_suite import kinds
 from keras_suite import options
 from keras_suite import traces
 
@@ -25,8 +27,8 @@ import kmem
 # a use on TensorFlow.
 _STUBS = ("jax", "conftest")
 
-# Of the test that runs: its set of options, its outcome, how often it trained,
-# what that raised.
+# Of the test that runs: its set of options, its outcome, how it trained, what
+# that raised.
 _test: dict = {}
 # By test: its set of options.
 _sets: dict[str, str] = {}
@@ -87,7 +89,7 @@ def _route() -> None:
 
     @functools.wraps(plain)
     def fit(model, *args, **kwargs):
-        _test["fits"] += 1
+        _test["kinds"].append(kinds.kind(model, args, kwargs))
         memory_options = options.SETS[_test["options"]]
         # Keras's own, for whatever trains within.
         del keras.Model.fit
@@ -157,7 +159,7 @@ def _trains(item) -> bool:
 def pytest_runtest_logstart(nodeid):
     _test.clear()
     _test.update(test=_name(nodeid), options=_sets[nodeid])
-    _test.update(outcome="passed", fits=0, raised=[])
+    _test.update(outcome="passed", kinds=[], raised=[], begun=time.time())
 
 
 def pytest_runtest_logreport(report):
@@ -167,6 +169,7 @@ def pytest_runtest_logreport(report):
         crash = getattr(report.longrepr, "reprcrash", None)
         _test["message"] = str(crash.message if crash else "")[:2000]
     if report.when == "teardown":
+        _test["seconds"] = round(time.time() - _test.pop("begun"), 2)
         _write(_test)
 
 

@@ -173,6 +173,31 @@ def test_an_error_leaves_a_process_that_is_alone_the_whole_model():
     )
 
 
+class _LeaveNoMemory(keras.callbacks.Callback):
+    def on_train_end(self, logs=None):
+        kmem.memory.limit(kmem.memory.current("CPU"), "CPU")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_process_that_is_alone_needs_no_memory_to_be_whole(
+    stage, native_library
+):
+    """Or a `fit` could raise after its updates, which nobody undoes."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(512)])
+    model.compile("adam", "mse")
+    x = np.ones((8, 64), "float32")
+    arguments = {"x": x, "y": np.tile(x, 8), "batch_size": 8}
+    fit(model, arguments, sharding=stage)
+
+    fit(model, arguments, sharding=stage, callbacks=[_LeaveNoMemory()])
+
+    with pytest.raises(tf.errors.ResourceExhaustedError):
+        tf.zeros(model.layers[0].kernel.shape)
+    kmem.memory.limit(None, "CPU")
+    assert {type(v) for v in model.variables} == {keras.Variable}
+
+
 def test_shards_that_an_error_has_left_are_taken_up_by_the_next_fit(
     monkeypatch,
 ):
