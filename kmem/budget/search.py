@@ -233,7 +233,7 @@ class _Search:
         if choice is not None:
             place = counts.index(choice.options.num_parts)
             fewer = counts[:place]
-            # In a trace that is there. A batch that fits as a whole is not split.
+            # In a trace that is there. What fits as a whole is not split.
             is_split = choice.options.num_parts > 1
             while self._keep(choice) and is_split and counts[place + 1 :]:
                 place += 1
