@@ -154,7 +154,7 @@ def visit(site, folder) -> dict[str, list[str]]:
         start_new_session=True,
     )
     try:
-        return {page: said for page, said in results.get(timeout=120) if said}
+        return {page: said for page, said in results.get(timeout=500) if said}
     finally:
         os.killpg(process.pid, 9)
         process.wait()
