@@ -26,6 +26,10 @@ TensorFlow has already allocated memory in this process. Import kmem before \
 any TensorFlow operation. The native library {is_built}, so that `import \
 kmem` is enough{then}."""
 
+_LATE_IN_A_NOTEBOOK = """\
+kmem cannot count bytes in this kernel, which has run TensorFlow before \
+`import kmem`: restart it, and import kmem first."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
@@ -56,7 +60,9 @@ def prepare(builds: bool = True) -> None:
     with contextlib.suppress(NativeLibraryError, OSError):
         # A compiler that fails would do so at each import.
         can_build = builds and not has_failed()
-        _register(build() if can_build else find_library())
+        path = build() if can_build else find_library()
+        if path and not _register(path) and "ipykernel" in sys.modules:
+            print(_LATE_IN_A_NOTEBOOK, file=sys.stderr)
 
 
 def is_command() -> bool:

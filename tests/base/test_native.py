@@ -566,6 +566,26 @@ def test_too_late_is_a_clear_error(native_library, python, tmp_path, before):
     assert value == "1.0"
 
 
+@pytest.mark.parametrize("is_notebook", [False, True])
+def test_a_late_import_in_a_notebook_says_what_to_do(
+    native_library, python, is_notebook
+):
+    status, _, errors = python.run(
+        f"""
+        import sys
+        import types
+        if {is_notebook}:
+            sys.modules["ipykernel"] = types.ModuleType("ipykernel")
+        import tensorflow as tf
+        tf.constant(1) + 1
+        import kmem
+        """
+    )
+    assert status == 0, errors
+    line = "restart it, and import kmem first.\n"
+    assert errors.count(line) == is_notebook
+
+
 def test_sources_are_found_in_an_installed_package(tmp_path, monkeypatch):
     package = tmp_path / "kmem"
     shutil.copytree(building.sources_folder(), package / "custom_ops")
