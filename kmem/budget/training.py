@@ -333,6 +333,9 @@ class BudgetedSession:
         except (ValueError, tf.errors.ResourceExhaustedError) as error:
             raise exhausted(_NOTHING_LESS, message, self._received) from error
         self._buckets.remove(bucket)
+        if smaller.session.options.num_parts > 1:
+            seen = bucket.report.layers_that_see_parts
+            self._show(smaller, layers_that_see_parts=seen)
         self._enter(smaller)
         return smaller
 

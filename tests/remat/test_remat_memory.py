@@ -163,7 +163,24 @@ def step_of(block, size, wrap=remat.recompute):
 @pytest.mark.parametrize(
     "mode, most, plain", [("graph", 7, 12), ("eager", 10, 12), ("xla", 9, 20)]
 )
-def test_the_peak_falls(native_library, mode, most, plain):
+def test_the_peak_falls(native_library, python, mode, most, plain):
+    if mode == "xla":
+        # In the order that XLA has by default: a plan selects another one for
+        # the process, if nothing was compiled before.
+        code = "from remat import test_remat_memory as tests\n"
+        code += "print(*tests.peaks_with_and_without('xla'))"
+        status, output, errors = python.run(f"import kmem\n{code}")
+        assert status == 0, errors
+        peaks = map(float, output.split()[-2:])
+    else:
+        peaks = peaks_with_and_without(mode)
+
+    recomputed, kept = peaks
+    assert recomputed <= most + 0.5
+    assert kept >= plain
+
+
+def peaks_with_and_without(mode):
     def peak(wrap):
         step = step_of(dense_layers(12, activation="relu"), 3, wrap)
         if mode != "eager":
@@ -171,9 +188,7 @@ def test_the_peak_falls(native_library, mode, most, plain):
         return least_peak_bytes(step, x) / OUTPUT_BYTES
 
     x = tf.random.normal((ROWS, WIDTH))
-
-    assert peak(remat.recompute) <= most + 0.5
-    assert peak(lambda fn: fn) >= plain
+    return peak(remat.recompute), peak(lambda fn: fn)
 
 
 def test_eager_mode_keeps_the_arguments_and_nothing_else(native_library):

@@ -149,10 +149,26 @@ class Peaks(keras.callbacks.Callback):
     ids=str,
 )
 def test_beside_the_weights_there_is_one_sum_and_one_gradient(
-    native_library, mode, option, most
+    native_library, python, mode, option, most
 ):
-    """In units of the weights. Before, the sum was copied, twice in the worst
-    case, and gradients waited for each other."""
+    """Before, the sum was copied, twice in the worst case, and gradients waited
+    for each other."""
+    if "jit_compile" in mode:
+        # In the order that XLA has by default: a plan selects another one for
+        # the process, if nothing was compiled before.
+        code = "from step import test_microbatch_memory as tests\n"
+        code += f"print(tests.peak_in_weights({mode}, {option!r}))"
+        status, output, errors = python.run(f"import kmem\n{code}")
+        assert status == 0, errors
+        peak = float(output.split()[-1])
+    else:
+        peak = peak_in_weights(mode, option)
+
+    # Of two examples at a time every activation is 1/128 of a gradient.
+    assert peak < most + 0.02
+
+
+def peak_in_weights(mode, option):
     layers = [keras.layers.Dense(256, "relu") for _ in range(8)]
     model = kmem.wrap(keras.Sequential([keras.Input((256,)), *layers]))
     model.compile("sgd", "mse", **mode)
@@ -166,8 +182,7 @@ def test_beside_the_weights_there_is_one_sum_and_one_gradient(
     )
 
     num_bytes = sum(v.nbytes for v in model.get_weights())
-    # Of two examples at a time every activation is 1/128 of a gradient.
-    assert min(callback.steps[2:]) < (most + 0.02) * num_bytes
+    return min(callback.steps[2:]) / num_bytes
 
 
 def peaks(num_steps=3, jit_compile=False, run_eagerly=False, **options):
