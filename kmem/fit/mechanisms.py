@@ -47,6 +47,8 @@ from kmem.step.microbatch import BatchGradient
 from kmem.step.microbatch import GradientStep
 from kmem.step.parts import Alone
 
+_READERS = ("train_step", "test_step", "compute_loss", "compute_metrics")
+
 
 class WholeStep(Mechanism):
     """The model's own step, which computes a gradient and applies it."""
@@ -157,6 +159,11 @@ def with_chunks(model: keras.Model, options: MemoryOptions) -> MemoryOptions:
 def _has_more_logits(model: keras.Model) -> bool:
     """Whether the loss can be computed in chunks, and its logits are more
     numbers than the hidden states that they are made of."""
+    # Steps of a model's own may look at its predictions.
+    for name in _READERS:
+        method = getattr(getattr(model, name), "__func__", None)
+        if method is not getattr(keras.Model, name):
+            return False
     try:
         chunked_loss.check(model)
     except ValueError:

@@ -67,6 +67,33 @@ def test_what_fits_only_in_chunks_comes_in_chunks(make, option):
     np.testing.assert_allclose(own, losses, rtol=1e-6)
 
 
+class Reads(keras.Model):
+    """A step of its own, which looks at the logits."""
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def test_logits_that_a_step_looks_at_are_there():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((64, 8))
+    model = Reads(inputs, layers.Dense(4000)(inputs))
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss)
+    x, y = tf.ones((8, 64, 8)), tf.ones((8, 64, 4000))
+    model = kmem.wrap(model)
+    budget = _half(model, x, y)
+    model.memory_options = kmem.MemoryOptions(memory_budget=budget)
+    model.train_on_batch(x, y)
+
+    assert model.memory_report.chosen.options.num_parts > 1
+
+
 def test_attention_that_drops_scores_is_not_drawn_anew():
     model, x, y = _made(lambda: _attention(dropout=0.1))
     budget = _half(model, x, y)
