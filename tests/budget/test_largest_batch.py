@@ -12,6 +12,8 @@ import kmem
 from kmem.commands import cli
 
 SPEC = tf.TensorSpec((1, 4))
+# Beside what other tests have left in memory, in bytes.
+_ROOM = 5_000_000
 
 
 def make_model():
@@ -43,7 +45,7 @@ def test_what_it_finds_trains_and_more_does_not(options):
 def _check_what_it_finds(options):
     model = make_model()
     weights = model.get_weights()
-    memory = kmem.memory.current("CPU") + 5_000_000
+    memory = kmem.memory.current("CPU") + _ROOM
     found = kmem.largest_batch(model, (SPEC, SPEC), memory, 8, **options)
 
     assert found.num_runs <= 10 and found.batch_size % 8 == 0
@@ -52,7 +54,7 @@ def _check_what_it_finds(options):
     for left, right in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_array_equal(left, right)
     # When the next batch is there beside a plain step is up to threads, too.
-    kmem.memory.limit(memory if options else 2 * memory, "CPU")
+    kmem.memory.limit(memory if options else memory + _ROOM, "CPU")
     try:
         train(model, found.batch_size, 50, **options)
         more = 1.05 if options else 4
