@@ -14,9 +14,9 @@ several steps. Ways take turns, so that the machine is as busy for each.
 import argparse
 import json
 import sys
-import time
 
 import table
+from measured_steps import meter
 
 CASES = {
     "loss, 2,048 tokens x 16,384": ("loss", 2048, 16384),
@@ -67,26 +67,13 @@ def build(kind, tokens, size, mode, depth):
     return model, x.astype("float32"), y.astype("float32")
 
 
+def added_bytes(step):
+    pairs = zip(step.peak_bytes, step.held_bytes, strict=True)
+    return [peak - held for peak, held in pairs]
+
+
 def measure(name, mode):
     """Prints bytes, seconds and the loss of each way."""
-    import keras
-
-    import kmem
-
-    class Step(keras.callbacks.Callback):
-        def __init__(self):
-            super().__init__()
-            self.peaks, self.seconds = [], []
-
-        def on_train_batch_begin(self, batch, logs=None):
-            self.before = kmem.memory.current("CPU")
-            kmem.memory.reset_peak("CPU")
-            self.start = time.perf_counter()
-
-        def on_train_batch_end(self, batch, logs=None):
-            self.seconds.append(time.perf_counter() - self.start)
-            self.peaks.append(kmem.memory.peak("CPU") - self.before)
-
     kind, tokens, size = CASES[name]
     others = WITH.get(name.split(", ")[-1], {})
     ways = {}
@@ -94,13 +81,13 @@ def measure(name, mode):
         option = {OPTIONS[kind]: chunked} | others
         model, x, y = build(kind, tokens, size, mode, 8 if others else 0)
         loss = model.fit(x, y, verbose=0, **option).history["loss"][0]
-        ways[chunked] = model, x, y, option, Step(), loss
+        ways[chunked] = model, x, y, option, meter(), loss
     for _ in range(ROUNDS):
         for model, x, y, option, step, _ in ways.values():
             model.fit(x, y, verbose=0, callbacks=[step], **option, epochs=3)
     results = {
         # A plan that was made anew is traced in the first step.
-        str(chunked): [max(step.peaks[1::3]), min(step.seconds), loss]
+        str(chunked): [max(added_bytes(step)[1::3]), min(step.seconds), loss]
         for chunked, (*_, step, loss) in ways.items()
     }
     print(json.dumps(results))

@@ -85,6 +85,32 @@ def in_turns(process, other, num_steps):
     return turns
 
 
+def meter():
+    """A callback that keeps, of each step, its seconds, the bytes that were
+    held before it, and its peak in bytes."""
+    import keras
+
+    import kmem
+
+    class Meter(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seconds, self.held_bytes, self.peak_bytes = [], [], []
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.tracked = kmem.memory.track("CPU")
+            self.usage = self.tracked.__enter__()
+            self.start = time.perf_counter()
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seconds.append(time.perf_counter() - self.start)
+            self.tracked.__exit__(None, None, None)
+            self.held_bytes.append(self.usage.start_bytes)
+            self.peak_bytes.append(self.usage.peak_bytes)
+
+    return Meter()
+
+
 def fit(model, data, more, **options):
     """Trains step by step until standard input ends; answers after each.
 
@@ -97,23 +123,14 @@ def fit(model, data, more, **options):
     """
     import keras
 
-    import kmem
+    steps = meter()
 
-    class Steps(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            self.tracked = kmem.memory.track("CPU")
-            self.usage = self.tracked.__enter__()
-            self.start = time.perf_counter()
-
-        def on_train_batch_end(self, batch, logs=None):
-            self.seconds = time.perf_counter() - self.start
-            self.tracked.__exit__(None, None, None)
-
+    class Answers(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             answer(
-                seconds=self.seconds,
-                held_bytes=self.usage.start_bytes,
-                peak_bytes=self.usage.peak_bytes,
+                seconds=steps.seconds[-1],
+                held_bytes=steps.held_bytes[-1],
+                peak_bytes=steps.peak_bytes[-1],
                 **more(epoch, logs),
             )
             if not sys.stdin.readline():
@@ -124,6 +141,6 @@ def fit(model, data, more, **options):
         steps_per_epoch=1,
         epochs=10**9,
         verbose=0,
-        callbacks=[Steps()],
+        callbacks=[steps, Answers()],
         **options,
     )

@@ -11,9 +11,9 @@ sum of gradients, the largest gradient (P / 8) and one micro-batch, 2.13 P.
 import argparse
 import json
 import sys
-import time
 
 import table
+from measured_steps import meter
 
 WAYS = {
     "plain": {},
@@ -32,19 +32,6 @@ def measure(way, mode):
 
     import kmem
 
-    class Step(keras.callbacks.Callback):
-        def __init__(self):
-            super().__init__()
-            self.peaks, self.seconds = [], []
-
-        def on_train_batch_begin(self, batch, logs=None):
-            kmem.memory.reset_peak("CPU")
-            self.start = time.perf_counter()
-
-        def on_train_batch_end(self, batch, logs=None):
-            self.seconds.append(time.perf_counter() - self.start)
-            self.peaks.append(kmem.memory.peak("CPU"))
-
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(2048, "relu") for _ in range(8)]
     model = kmem.wrap(keras.Sequential([keras.Input((2048,)), *layers]))
@@ -56,7 +43,7 @@ def measure(way, mode):
     )
     x = np.random.default_rng(0).normal(size=(NUM_STEPS * BATCH_SIZE, 2048))
     x = x.astype("float32")
-    step = Step()
+    step = meter()
     model.fit(
         *(x, x, BATCH_SIZE),
         epochs=2,
@@ -66,7 +53,7 @@ def measure(way, mode):
     )
     weights = 4 * model.count_params()
     # The first epoch traces.
-    peaks, seconds = step.peaks[NUM_STEPS:], step.seconds[NUM_STEPS:]
+    peaks, seconds = step.peak_bytes[NUM_STEPS:], step.seconds[NUM_STEPS:]
     print(json.dumps([max(peaks) / weights, min(seconds)]))
 
 

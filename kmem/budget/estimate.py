@@ -221,9 +221,7 @@ class Step:
 
     def tensors(self, rows: int) -> tuple[TensorAtPeak, ...]:
         """The largest at the peak, for a batch size."""
-        peak, program, sizes = self.peak(rows)
-        held = peak.held[:_NUM_TENSORS]
-        return tuple(self._tensor(each, program, sizes) for each in held)
+        return self._largest(*self.peak(rows))
 
     def estimate(self) -> Estimate:
         """The estimate for the batch."""
@@ -254,7 +252,7 @@ class Step:
             peak_bytes=held + expected,
             least_peak_bytes=held + min(early.num_bytes, late.num_bytes),
             most_peak_bytes=held + max(early.num_bytes, late.num_bytes),
-            tensors=self.tensors(self.rows),
+            tensors=self._largest(late, program, sizes),
             options=self._options(held),
             is_compiled=profiling.mode(self._model) == "xla",
         )
@@ -279,6 +277,10 @@ class Step:
         name = "sharding='optimizer', 2 processes"
         peaks[name] = rest + own + self.peak_bytes(size)
         return peaks
+
+    def _largest(self, peak, program, sizes) -> tuple[TensorAtPeak, ...]:
+        held = peak.held[:_NUM_TENSORS]
+        return tuple(self._tensor(each, program, sizes) for each in held)
 
     def _tensor(self, held, program, sizes) -> TensorAtPeak:
         op = program.operations[held.node]

@@ -42,12 +42,11 @@ from kmem.planning.plan import Plan
 from kmem.step import batches
 from kmem.step import microbatch
 from kmem.step.accumulation import Updater
+from kmem.step.capture import has_default_step
 from kmem.step.mechanism import Mechanism
 from kmem.step.microbatch import BatchGradient
 from kmem.step.microbatch import GradientStep
 from kmem.step.parts import Alone
-
-_READERS = ("train_step", "test_step", "compute_loss", "compute_metrics")
 
 
 class WholeStep(Mechanism):
@@ -159,11 +158,10 @@ def with_chunks(model: keras.Model, options: MemoryOptions) -> MemoryOptions:
 def _has_more_logits(model: keras.Model) -> bool:
     """Whether the loss can be computed in chunks, and its logits are more
     numbers than the hidden states that they are made of."""
-    # Steps of a model's own may look at its predictions.
-    for name in _READERS:
-        method = getattr(getattr(model, name), "__func__", None)
-        if method is not getattr(keras.Model, name):
-            return False
+    # Those of a model's own may look at its predictions.
+    readers = "test_step", "compute_loss", "compute_metrics"
+    if not has_default_step(model, *readers):
+        return False
     try:
         chunked_loss.check(model)
     except ValueError:

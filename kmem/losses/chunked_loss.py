@@ -38,6 +38,7 @@ _METRICS = (
     keras.metrics.sparse_top_k_categorical_accuracy,
     keras.metrics.top_k_categorical_accuracy,
 )
+_map = keras.tree.map_structure
 _WRAPPED_CALL = keras.losses.SparseCategoricalCrossentropy.call
 
 
@@ -380,10 +381,6 @@ def _only(y_pred) -> Predictions:
             f"predictions, as they are. Received: y_pred={y_pred}"
         )
     return predictions
-
-
-def _map(function, *structures):
-    return keras.tree.map_structure(function, *structures)
 
 
 def _spec(predictions: Predictions) -> keras.KerasTensor:

@@ -141,10 +141,13 @@ def changed_variables(model, optimizer) -> list:
     return list(variables.values())
 
 
-def has_default_step(model) -> bool:
-    """Whether the model's `train_step` is Keras's own."""
-    step = getattr(model.train_step, "__func__", None)
-    return step is keras.Model.train_step
+def has_default_step(model, *others: str) -> bool:
+    """Whether the model's `train_step`, and other methods, are Keras's own."""
+    return all(
+        getattr(getattr(model, name), "__func__", None)
+        is getattr(keras.Model, name)
+        for name in ("train_step", *others)
+    )
 
 
 def optimizers(model) -> Iterator[keras.optimizers.Optimizer]:

@@ -139,15 +139,20 @@ def test_a_library_outlives_its_compiler(compiler, monkeypatch):
     assert building.find_library() == path
 
 
-def test_a_wheels_library_is_for_its_tensorflow_and_needs_no_compiler(
-    compiler, tmp_path, monkeypatch
-):
+@pytest.fixture
+def brought(compiler, tmp_path, monkeypatch):
+    """The library in a wheel, from which kmem is installed."""
     package = tmp_path / "kmem"
     shutil.copytree(building.sources_folder(), package / "custom_ops")
     monkeypatch.setattr(
         building, "sources_folder", lambda: package / "custom_ops"
     )
-    brought = building.build_for_wheel(package)
+    return building.build_for_wheel(package)
+
+
+def test_a_wheels_library_is_for_its_tensorflow_and_needs_no_compiler(
+    brought, monkeypatch
+):
     assert tf.version.VERSION in brought.name
     cache.clear()
     monkeypatch.setenv("CXX", "/bin/false")
@@ -160,15 +165,7 @@ def test_a_wheels_library_is_for_its_tensorflow_and_needs_no_compiler(
     assert building.find_library() is None
 
 
-def test_what_the_user_builds_comes_before_what_the_wheel_brought(
-    compiler, tmp_path, monkeypatch
-):
-    package = tmp_path / "kmem"
-    shutil.copytree(building.sources_folder(), package / "custom_ops")
-    monkeypatch.setattr(
-        building, "sources_folder", lambda: package / "custom_ops"
-    )
-    brought = building.build_for_wheel(package)
+def test_what_the_user_builds_comes_before_what_the_wheel_brought(brought):
     cache.clear()
     assert building.build() == brought
     own = building.build(force=True)
