@@ -1,8 +1,18 @@
-"""How kmem shows things: what its pictures have in common, and notebooks."""
+"""How kmem shows things: what its pictures have in common, and notebooks.
+
+No picture says anything by colour alone: fills differ by their hatches as
+well, curves by their lines, points by their markers, and what can be is
+labelled where it stands. Colours are those of Okabe and Ito, which
+colour-blind people can tell apart.
+"""
 
 import html
 import importlib.util
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+from typing import Any
+
+from kmem.base.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -12,6 +22,20 @@ GREY = "#80868b"
 BLUE = "#1a73e8"
 AMBER = "#f9ab00"
 RED = "#c5221f"
+
+# What bytes are for, with colour and hatch.
+KINDS = {
+    "parameters": ("#f0e442", ""),
+    "optimizer": ("#009e73", "\\"),
+    "batch": ("#bdc1c6", "."),
+    "gradients": ("#e69f00", "x"),
+    "activations": ("#56b4e9", "/"),
+    "workspace": ("#cc79a7", "-"),
+    "batch and others": ("#bdc1c6", "."),
+}
+
+# A share of the picture in which words can be read.
+_READABLE = 0.06
 
 
 class Shown:
@@ -26,24 +50,86 @@ class Shown:
 
 
 def new_figure(subject: str) -> "Figure":
-    """An empty figure.
-
-    Args:
-        subject: What is drawn, for the error.
-
-    Raises:
-        ImportError: If matplotlib is missing.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(
-            f'Drawing {subject} needs matplotlib: pip install "kmem[plot]"'
-        )
+    """An empty figure, or an ImportError that names the subject."""
+    require("matplotlib", f"Drawing {subject}", "plot")
     # Not by way of pyplot, whose backend is the program's own choice.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(10, 5.8), layout="constrained")
 
 
-def set_title(axes: "Axes", title: str) -> None:
-    """Heads a figure."""
-    axes.set_title(title, loc="left", fontweight="bold", fontsize=14)
+def require(package: str, subject: str, extra: str) -> None:
+    """Raises an ImportError that tells how to get a package."""
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(
+            f'{subject} needs {package}: pip install "kmem[{extra}]"'
+        )
+
+
+def scale(highest_bytes: float) -> tuple[float, str]:
+    """The unit for sizes up to the highest, in bytes, and its name."""
+    return (1e9, "GB") if highest_bytes >= 1e10 else (1e6, "MB")
+
+
+def pattern(kind: str) -> dict[str, Any]:
+    """How the bytes of a kind are filled."""
+    color, hatch = KINDS[kind]
+    return {"color": color, "hatch": 2 * hatch, "edgecolor": "black"}
+
+
+def mark_budget(line: Callable, num_bytes: int, unit: float, **style) -> None:
+    """Draws a budget by `axhline` or `axvline`."""
+    label = f"budget: {format_size(num_bytes)}"
+    style = {"color": "black", "linestyle": "--", "linewidth": 1, **style}
+    line(num_bytes / unit, **style, label=label)
+
+
+def bars(axes: "Axes", x: list, least: list, most: list) -> None:
+    """Draws an interval above each point."""
+    above = [high - low for low, high in zip(least, most, strict=True)]
+    axes.errorbar(
+        *(x, least, [[0.0] * len(x), above]),
+        **{"fmt": "none", "ecolor": "black", "capsize": 4, "elinewidth": 1},
+        label="from the fastest step to the median",
+    )
+
+
+def bands(axes: "Axes", edges: Any, kinds: dict[str, Any], unit: float) -> None:
+    """Draws bytes over a step, of each kind upon those before, and says at
+    the peak what they are."""
+    total: Any = sum(kinds.values())
+    at, base = int(total.argmax()), 0 * total
+    beside: Any = {"ha": "right" if 2 * edges[at] > edges[-1] else "left"}
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+    for kind, num_bytes in kinds.items():
+        top = base + num_bytes / unit
+        fill = {"fill": True, "linewidth": 0.3, **pattern(kind)}
+        axes.stairs(top, edges, baseline=base, **fill, label=kind)
+        if num_bytes[at] > _READABLE * total[at]:
+            place = edges[at], (base[at] + top[at]) / 2
+            words = f"{kind}: {format_size(int(num_bytes[at]))}"
+            axes.text(
+                *place, words, **beside, va="center", fontsize=8, bbox=box
+            )
+        base = top
+    axes.axvline(edges[at], color="black", linestyle=":", linewidth=1)
+    axes.set(xlim=(0, edges[-1]), ylim=(0, 1.05 * base[at]))
+
+
+def finish(
+    axes: "Axes", title: str = "", columns_below: int = 0, **legend: Any
+) -> None:
+    """Heads a picture, and tells in a legend what its artists are: within it,
+    or below, in so many columns, those of all of the figure."""
+    if title:
+        axes.set_title(title, loc="left", fontweight="bold", fontsize=14)
+    axes.spines[["top", "right"]].set_visible(False)
+    if not columns_below:
+        axes.legend(frameon=False, **legend)
+        return
+    artists = {}
+    for each in axes.figure.axes:
+        handles, labels = each.get_legend_handles_labels()
+        artists |= dict(zip(labels, handles, strict=True))
+    place = {"loc": "outside lower center", "ncols": columns_below}
+    axes.figure.legend(artists.values(), artists, frameon=False, **place)

@@ -34,19 +34,21 @@ class Measurement:
         seconds: The time of the fastest step.
         spread_bytes: How much more that is than any step needed: where few
             had the highest peak, others may have a higher one.
+        median_seconds: The time of the median step, if some were taken.
     """
 
     peak_bytes: int
     seconds: float
     spread_bytes: int = 0
+    median_seconds: float | None = None
 
     def agreed(self, group: Engine) -> "Measurement":
         """The same for all processes that train together: what the one takes
         that needs most. Their times are the same by now."""
-        return Measurement(
-            agreeing.highest(group, self.peak_bytes),
-            self.seconds,
-            agreeing.highest(group, self.spread_bytes),
+        return dataclasses.replace(
+            self,
+            peak_bytes=agreeing.highest(group, self.peak_bytes),
+            spread_bytes=agreeing.highest(group, self.spread_bytes),
         )
 
 
@@ -147,7 +149,10 @@ def measured(
         return None
     # Where few have the highest peak, others may have a higher one.
     spread_bytes = max(peaks) - int(statistics.median(peaks))
-    return Measurement(max(peaks) + spread_bytes, min(seconds), spread_bytes)
+    return Measurement(
+        *(max(peaks) + spread_bytes, min(seconds), spread_bytes),
+        statistics.median(seconds),
+    )
 
 
 class _Need:

@@ -13,6 +13,7 @@ import os
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kmem.base import drawing
@@ -26,6 +27,8 @@ from kmem.graph import releasing
 from kmem.keras_graph import profiling
 from kmem.options import MemoryOptions
 from kmem.planning import allocations
+from kmem.planning.timeline import TensorAtPeak
+from kmem.planning.timeline import Timeline
 from kmem.step import batches
 from kmem.step.capture import optimizers
 
@@ -33,30 +36,6 @@ from kmem.step.capture import optimizers
 _PRIMES = (1009, 1511, 2003, 2503, 3001, 4001)
 _NUM_TENSORS = 20
 _COUNTS = (2, 4, 8)
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorAtPeak:
-    """A tensor that is in memory at the peak.
-
-    Attributes:
-        layer: The layer whose operation made it, or "" if none is known.
-        operation: The operation's name in the step's graph.
-        shape: Its shape.
-        dtype: Its dtype.
-        num_bytes: Its size in bytes.
-    """
-
-    layer: str
-    operation: str
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int
-
-    def __str__(self) -> str:
-        name = self.layer or self.operation[-32:]
-        size = format_size(self.num_bytes)
-        return f"{name:<32} {size:>10} {self.dtype}{list(self.shape)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +61,7 @@ class Estimate(drawing.Shown):
         options: For each option of `fit`, the peak in bytes with it.
         is_compiled: Whether XLA compiles the step, which may need more or
             less: it orders and joins operations itself.
+        timeline: What `plot` draws.
     """
 
     batch_size: int
@@ -97,6 +77,23 @@ class Estimate(drawing.Shown):
     tensors: tuple[TensorAtPeak, ...] = ()
     options: dict[str, int] = dataclasses.field(default_factory=dict)
     is_compiled: bool = False
+    timeline: Timeline = dataclasses.field(default=Timeline(), repr=False)
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws the memory over the step, by what it is for, and names the
+        largest tensors at the peak.
+
+        It is a step in one of the orders that threads may choose: its peak is
+        between the least and the most.
+
+        Args:
+            path: Where to save the picture; its ending says the format.
+                `".html"` is a page that tells more under the pointer.
+
+        Raises:
+            ImportError: If matplotlib is missing, or plotly for a page.
+        """
+        self.timeline.plot(path)
 
     def _rows(self) -> list[tuple[str, int]]:
         names = "parameter optimizer batch gradient activation workspace peak"
@@ -155,21 +152,18 @@ def estimate(model: keras.Model, batch: Any) -> Estimate:
 
 
 class Step:
-    """A training step, traced once for batches of all sizes.
-
-    Args:
-        model: See `estimate`.
-        batch: See `estimate`.
-    """
+    """A training step, traced once for batches of all sizes."""
 
     def __init__(self, model: keras.Model, batch: Any):
         self._model = model
-        self._batch = batches.specs_of(batch)
-        _check(model, self._batch)
+        self._batch = profiling.checked_specs(model, batch)
+        _check(model)
         self.rows = batches.num_rows(self._batch) or 1
         self._traced_rows = _traced_rows(model, self._batch)
         self._trace()
         self._layers = {layer.name for layer in all_layers(model)}
+        weights = model.trainable_variables
+        self._weights = {batches.num_bytes(variable) for variable in weights}
 
     def _trace(self) -> None:
         model, optimizer = self._model, self._model.optimizer
@@ -230,32 +224,45 @@ class Step:
         expected = (early.num_bytes + late.num_bytes) // 2
         held = self._held_bytes(self.rows)
         parameters = batches.num_bytes(self._model.variables)
-        activations = gradients = 0
-        weights = {
-            batches.num_bytes(v) for v in self._model.trainable_variables
+        batch = held - parameters - self._optimizer_bytes
+        kinds: dict[str, list] = {
+            kind: [] for kind in ("gradients", "activations", "workspace")
         }
-        for each in late.held:
-            op = program.operations[each.node]
-            grows = any(map(sizes.grows, op.outputs))
-            if grows and each.index >= 0:
-                activations += each.num_bytes
-            elif each.num_bytes in weights and each.index >= 0:
-                gradients += each.num_bytes
+        for each in late.arrays:
+            kinds[self._kind(each, program, sizes)].append(each)
+        in_use = {kind: late.in_use(arrays) for kind, arrays in kinds.items()}
+        at = int(np.argmax(sum(in_use.values())))
+        gradients, activations, _ = (int(each[at]) for each in in_use.values())
+        fixed = {
+            "parameters": parameters,
+            "optimizer": self._optimizer_bytes,
+            "batch": batch,
+        }
+        tensors = self._largest(late, program, sizes)
         return Estimate(
             batch_size=self.rows,
             parameter_bytes=parameters,
             optimizer_bytes=self._optimizer_bytes,
-            batch_bytes=held - parameters - self._optimizer_bytes,
+            batch_bytes=batch,
             gradient_bytes=gradients,
             activation_bytes=activations,
             workspace_bytes=expected - activations - gradients,
             peak_bytes=held + expected,
             least_peak_bytes=held + min(early.num_bytes, late.num_bytes),
             most_peak_bytes=held + max(early.num_bytes, late.num_bytes),
-            tensors=self._largest(late, program, sizes),
+            tensors=tensors,
             options=self._options(held),
             is_compiled=profiling.mode(self._model) == "xla",
+            timeline=Timeline(self.rows, late.starts, fixed, in_use, tensors),
         )
+
+    def _kind(self, held, program, sizes) -> str:
+        """What an array is for."""
+        outputs = program.operations[held.node].outputs
+        if held.index >= 0 and any(map(sizes.grows, outputs)):
+            return "activations"
+        is_gradient = held.index >= 0 and held.num_bytes in self._weights
+        return "gradients" if is_gradient else "workspace"
 
     def _options(self, held: int) -> dict[str, int]:
         """The peak under options, by arithmetic."""
@@ -279,18 +286,24 @@ class Step:
         return peaks
 
     def _largest(self, peak, program, sizes) -> tuple[TensorAtPeak, ...]:
-        held = peak.held[:_NUM_TENSORS]
-        return tuple(self._tensor(each, program, sizes) for each in held)
+        names = [node.name for node in program.nodes]
+        scopes = {part for name in names for part in name.split("/")}
 
-    def _tensor(self, held, program, sizes) -> TensorAtPeak:
-        op = program.operations[held.node]
-        shape, dtype = (), "workspace"
-        if held.index >= 0:
-            output = op.outputs[held.index]
-            dtype = output.dtype.name
-            shape = () if output.shape.rank is None else sizes.shape(output)
-        layer = _layer(op.name, self._layers)
-        return TensorAtPeak(layer, op.name, tuple(shape), dtype, held.num_bytes)
+        def tensor(held) -> TensorAtPeak:
+            op = program.operations[held.node]
+            shape, dtype = (), "workspace"
+            if held.index >= 0:
+                output = op.outputs[held.index]
+                dtype = output.dtype.name
+                if output.shape.rank is not None:
+                    shape = tuple(sizes.shape(output))
+            layer = _layer(op.name, self._layers, scopes)
+            kind = self._kind(held, program, sizes)
+            return TensorAtPeak(
+                *(layer, op.name, shape, dtype, held.num_bytes, kind)
+            )
+
+        return tuple(map(tensor, peak.held[:_NUM_TENSORS]))
 
 
 def largest_tensors(model: keras.Model, batch: Any, rows: int) -> tuple:
@@ -304,12 +317,7 @@ def largest_tensors(model: keras.Model, batch: Any, rows: int) -> tuple:
         return ()
 
 
-def _check(model: keras.Model, specs: Any) -> None:
-    if not all(layer.built for layer in all_layers(model)):
-        raise ValueError(
-            "The model must be built: call it, or `model.build()`, first. "
-            f"Received: model={model.name}"
-        )
+def _check(model: keras.Model) -> None:
     if not model.compiled:
         raise ValueError(
             f"The model must be compiled. Received: model={model.name}"
@@ -331,12 +339,6 @@ def _check(model: keras.Model, specs: Any) -> None:
             "The model must train on one device; give it a replica's batch "
             f"without a strategy. Received: {replicas} replicas"
         )
-    for spec in keras.tree.flatten(specs):
-        if spec is not None and not spec.shape.is_fully_defined():
-            raise ValueError(
-                "`batch` must have a fixed shape, the batch size "
-                f"included. Received: batch with shape {spec.shape}"
-            )
 
 
 def _traced_rows(model: keras.Model, specs: Any) -> int:
@@ -358,10 +360,17 @@ def _traced_rows(model: keras.Model, specs: Any) -> int:
     )
 
 
-def _layer(name: str, layers: set[str]) -> str:
-    """The innermost layer in an operation's name."""
+def _layer(name: str, layers: set[str], scopes: set[str]) -> str:
+    """The innermost layer in an operation's name.
+
+    The scope of `dense` may be `dense_1`, and that of `dense_1` then is
+    `dense_1_1`: a scope is given a number where it is there already.
+    """
+    numbered = {scope.rpartition("_")[0] for scope in scopes}
     for part in reversed(name.split("/")):
-        for candidate in (part, part.rpartition("_")[0]):
+        base = part.rpartition("_")[0]
+        is_base = base not in scopes and part in numbered
+        for candidate in (base, part) if is_base else (part, base):
             if candidate in layers:
                 return candidate
     return ""

@@ -311,7 +311,10 @@ class _Search:
             plan = dataclasses.replace(
                 plan, resident_bytes=in_use + more - spread, spread_bytes=spread
             )
-        choice = Choice(options, peak, measurement.seconds, plan=plan)
+        choice = Choice(
+            *(options, peak, measurement.seconds, None, plan),
+            measurement.median_seconds,
+        )
         self._ran[choice] = trial, size
         self.tried.append(choice)
         least = self.least.predicted_peak_bytes if self.least else math.inf

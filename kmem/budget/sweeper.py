@@ -15,9 +15,9 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import math
 import pathlib
 import re
+import statistics
 import tempfile
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -229,7 +229,7 @@ class _Trial:
         self._session = session
         self._data = data
         self._plainly = plainly
-        self._fastest = [math.inf] * len(data)
+        self._seconds: list[list[float]] = [[] for _ in data]
         self._num_steps = 0
         self._statistics: device.Statistics | None = None
         self.error = ""
@@ -266,13 +266,14 @@ class _Trial:
     @property
     def seconds(self) -> float:
         """The mean over the batches of their fastest steps."""
-        return sum(self._fastest) / len(self._fastest)
+        return statistics.mean(map(min, self._seconds))
 
     def row(self, options: DTR | None) -> Row:
         """What was measured; the counts are means over the steps."""
         if self.error:
             return Row(options, error=_reason(self.error))
-        row = Row(options, self.seconds, max(self.peaks))
+        median = statistics.mean(map(statistics.median, self._seconds))
+        row = Row(options, self.seconds, max(self.peaks), median_seconds=median)
         total = self._statistics
         if total is None:
             return row
@@ -315,7 +316,7 @@ class _Trial:
             gc.collect()
             return
         seconds /= model.steps_per_execution
-        self._fastest[index] = min(self._fastest[index], seconds)
+        self._seconds[index].append(seconds)
         peak_bytes = pool.peak_chunks if pool else usage.peak_bytes
         self.peaks[index] = max(self.peaks[index], peak_bytes)
         self._num_steps += model.steps_per_execution

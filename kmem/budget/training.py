@@ -84,10 +84,6 @@ class BudgetedSession:
 
     After the first choice, and after each adaptation, `model.memory_report`
     tells what is done.
-
-    Args:
-        model: A compiled model.
-        options: The options.
     """
 
     def __init__(self, model: keras.Model, options: MemoryOptions):

@@ -1,4 +1,4 @@
-"""What the command line's arguments may be, for `add_argument(type=...)`.
+"""What the command line's arguments may be, and the model that they name.
 
 What is wrong with one is said while the command line is read, before any work:
 the exit code is 2 then. An error of another kind would lose its text there.
@@ -7,11 +7,19 @@ the exit code is 2 then. An error of another kind would lose its text there.
 import argparse
 import contextlib
 import pathlib
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+from typing import Any
 
 from kmem.base.sizes import parse_size
 
+if TYPE_CHECKING:
+    import keras
+    import tensorflow as tf
+
 # What matplotlib draws without a program besides.
-_PICTURES = (".png", ".svg", ".pdf")
+PICTURES = (".png", ".svg", ".pdf")
 
 
 class WrongFileError(ValueError):
@@ -57,14 +65,35 @@ def output_file(text: str) -> pathlib.Path:
     return path
 
 
-def picture_file(text: str) -> pathlib.Path:
-    """What is drawn to."""
-    path = output_file(text)
-    if path.suffix.lower() not in _PICTURES:
-        raise argparse.ArgumentTypeError(
-            f"must end in one of {', '.join(_PICTURES)}. Received: {text}"
-        )
-    return path
+def file_ending(*endings: str) -> Callable[[str], pathlib.Path]:
+    """What is written to, in a format that its ending says."""
+
+    def file(text: str) -> pathlib.Path:
+        path = output_file(text)
+        if path.suffix.lower() not in endings:
+            raise argparse.ArgumentTypeError(
+                f"must end in {' or '.join(endings)}. Received: {text}"
+            )
+        return path
+
+    return file
+
+
+def add_plot(parser: argparse.ArgumentParser, *endings: str) -> None:
+    """Where to draw what is found."""
+    parser.add_argument(
+        "--plot",
+        type=file_ending(*PICTURES, *endings),
+        metavar="PATH",
+        help="where to draw it",
+    )
+
+
+def draw(found: Any, args: argparse.Namespace) -> None:
+    """Draws it there, if it was asked for."""
+    if args.plot is not None:
+        found.plot(args.plot)
+        print(f"drawn: {args.plot}")
 
 
 def share_or_size(text: str) -> float | int:
@@ -78,3 +107,90 @@ def share_or_size(text: str) -> float | int:
         "must be a size such as 500MB, 2GB or 2GiB, or a share above 0 and at "
         f"most 1. Received: {text}"
     )
+
+
+def add_model_and_batch(parser: argparse.ArgumentParser) -> None:
+    """The model's file, and the batch size."""
+    add_model(parser)
+    parser.add_argument(
+        "--batch",
+        type=positive,
+        required=True,
+        metavar="SIZE",
+        help="the batch size",
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model's file."""
+    parser.add_argument(
+        "model",
+        type=existing_file,
+        help="a .keras file, of layers of Keras's own",
+    )
+
+
+def load_model(args: argparse.Namespace) -> "tuple[keras.Model, Any]":
+    """The model, and its batch as `tf.TensorSpec`s.
+
+    Raises:
+        WrongFileError: If the file is no model that Keras alone can load, or
+            if the batch's shape cannot be told.
+    """
+    import keras
+
+    try:
+        with warnings.catch_warnings():
+            # One that has not trained has no variables to be loaded.
+            warnings.filterwarnings("ignore", "Skipping variable loading")
+            model: Any = keras.saving.load_model(args.model)
+    except Exception as error:  # Whatever the file leads Keras to.
+        first_sentence = str(error).strip().partition("\n")[0].split(". ")[0]
+        raise WrongFileError(
+            "A model's file must be one that `model.save` wrote and that Keras "
+            "can load without your code. For a model with code of your own, "
+            f"use Python. Received: {args.model} ({first_sentence})"
+        ) from error
+    return model, _batch(model, args.batch)
+
+
+def _batch(model, rows: int):
+    """The shapes of the model's inputs, and of targets for its loss.
+
+    A file does not tell what its targets look like: they are taken to be
+    like the predictions, or to be classes where the loss is a sparse one.
+    """
+    import keras
+
+    if not model.built:
+        raise WrongFileError(
+            "The model in the file must be built: begin it with "
+            f"`keras.Input(shape)`, or call it. Received: model={model.name}"
+        )
+    sequential = isinstance(model, keras.Sequential)
+    inputs = model.inputs[0] if sequential else model.input
+    outputs = model.outputs[0] if sequential else model.output
+    specs = keras.tree.map_structure(
+        lambda t: _spec(t.shape, t.dtype, rows), inputs
+    )
+    if not model.compiled:
+        return specs
+    sparse = "sparse" in str(getattr(model, "loss", "")).lower()
+
+    def target(output):
+        if sparse:
+            return _spec(output.shape[:-1], "int64", rows)
+        return _spec(output.shape, output.dtype, rows)
+
+    return specs, keras.tree.map_structure(target, outputs)
+
+
+def _spec(shape, dtype: str, rows: int) -> "tf.TensorSpec":
+    import tensorflow as tf
+
+    if any(size is None for size in shape[1:]):
+        raise WrongFileError(
+            "The model's inputs and outputs must have a fixed shape, except "
+            f"the batch size. Received: shape={shape}"
+        )
+    return tf.TensorSpec([rows, *shape[1:]], dtype)

@@ -18,41 +18,18 @@ from kmem.base.sizes import format_size
 from kmem.base.versions import __version__
 from kmem.commands import arguments
 
-# Commands that live in a module of their own, which provides
-# `add_arguments(parser)` and `run(args) -> int`, and imports like this one.
+# Commands that live in a module of their own, such as commands/demo.py, which
+# provides `add_arguments(parser)` and `run(args) -> int`, and imports like
+# this one.
 _MODULES = {
-    "demo": (
-        "kmem.commands.demo",
-        "Train the same model with and without kmem, and compare.",
-    ),
-    "estimate": (
-        "kmem.commands.estimate",
-        "Tell what a saved model's training step is going to need.",
-    ),
-    "largest-batch": (
-        "kmem.commands.largest_batch",
-        "Find the largest batch with which a saved model trains.",
-    ),
-    "launch": (
-        "kmem.commands.launch",
-        "Run a script in several processes that train one model.",
-    ),
-    "plan": (
-        "kmem.commands.plan",
-        "Plan what a saved model's training step recomputes.",
-    ),
-    "report": (
-        "kmem.commands.report",
-        "Choose options for a saved model and a budget, and draw why.",
-    ),
-    "simulate": (
-        "kmem.commands.simulate",
-        "Simulate DTR on a recorded step, under a budget.",
-    ),
-    "sweep": (
-        "kmem.commands.sweep",
-        "Measure what DTR costs a saved model at several thresholds.",
-    ),
+    "demo": "Train the same model with and without kmem, and compare.",
+    "estimate": "Tell what a saved model's training step is going to need.",
+    "largest-batch": "Find the largest batch with which a saved model trains.",
+    "launch": "Run a script in several processes that train one model.",
+    "plan": "Plan what a saved model's training step recomputes.",
+    "report": "Choose options for a saved model and a budget, and draw why.",
+    "simulate": "Simulate DTR on a recorded step, under a budget.",
+    "sweep": "Measure what DTR costs a saved model at several thresholds.",
 }
 
 
@@ -93,44 +70,36 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         title="commands", dest="command", metavar="COMMAND"
     )
 
-    info = commands.add_parser(
-        "info",
-        help="Show versions, devices and the state of the native library.",
-        description="Show versions, devices and the state of the native "
-        "library: what a bug report needs.",
-        epilog="Example: kmem info",
-    )
-    info.set_defaults(run=_info)
+    def add(name, run, text: str, more: str, example: str):
+        command = commands.add_parser(
+            name,
+            help=f"{text}.",
+            description=f"{text}{more}",
+            epilog=f"Example: kmem {example}",
+        )
+        command.set_defaults(run=run)
+        return command
 
-    build = commands.add_parser(
-        "build",
-        help="Compile the native library now rather than at the next import.",
-        description="Compile the native library now rather than at the next "
-        "import. It needs a C++ compiler: $CXX, g++ or clang++.",
-        epilog="Example: kmem build --force",
+    text = "Show versions, devices and the state of the native library"
+    add("info", _info, text, ": what a bug report needs.", "info")
+    text = "Compile the native library now rather than at the next import"
+    more = ". It needs a C++ compiler: $CXX, g++ or clang++."
+    build = add("build", _build, text, more, "build --force")
+    help = "Compile even if that has been done."
+    build.add_argument("--force", action="store_true", help=help)
+    text = "Show, or clear, what kmem keeps on disk"
+    more = (
+        ": the native library, as it was compiled for each TensorFlow. "
+        "Nothing that was measured is among it."
     )
-    build.add_argument(
-        "--force",
-        action="store_true",
-        help="Compile even if that has been done.",
-    )
-    build.set_defaults(run=_build)
-
-    cached = commands.add_parser(
-        "cache",
-        help="Show, or clear, what kmem keeps on disk.",
-        description="Show, or clear, what kmem keeps on disk: the native "
-        "library, as it was compiled for each TensorFlow. Nothing that was "
-        "measured is among it.",
-        epilog="Example: kmem cache clear",
-    )
+    cached = add("cache", _cache, text, more, "cache clear")
     cached.add_argument("action", nargs="?", choices=("show", "clear"))
-    cached.set_defaults(run=_cache)
 
-    for name, (module, text) in _MODULES.items():
+    for name, text in _MODULES.items():
         command = commands.add_parser(name, help=text, description=text)
         # Such a module is imported only when its command is asked for.
         if argv[:1] == [name]:
+            module = f"kmem.commands.{name.replace('-', '_')}"
             implementation = importlib.import_module(module)
             implementation.add_arguments(command)
             command.set_defaults(run=implementation.run)

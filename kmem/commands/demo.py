@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import dataclasses
 import gc
-import importlib.util
 import itertools
 import math
 import os
@@ -24,6 +23,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from typing import Any
 
+from kmem.base import drawing
 from kmem.base import native
 from kmem.commands import arguments
 
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Example: kmem demo --output memory.png"
     parser.add_argument(
         "--output",
-        type=arguments.picture_file,
+        type=arguments.file_ending(*arguments.PICTURES),
         default=pathlib.Path("memory.png"),
         metavar="PATH",
         help="where to draw the memory of each run (default: %(default)s)",
@@ -114,7 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the demonstration; 0 if everything went as it should."""
-    _require("sklearn", "matplotlib")
+    for package in ("sklearn", "matplotlib"):
+        drawing.require(package, "It", "demo")
     # Before the first TensorFlow operation, and compiled first if need be.
     native.allocator()
     data = _digits()
@@ -137,13 +138,6 @@ def run(args: argparse.Namespace) -> int:
     _draw(results, args.output)
     print(f"The memory of each run is drawn in {args.output}")
     return 1 if problems else 0
-
-
-def _require(*modules: str) -> None:
-    missing = [m for m in modules if importlib.util.find_spec(m) is None]
-    if missing:
-        names = " and ".join(missing).replace("sklearn", "scikit-learn")
-        raise ImportError(f'it needs {names}: pip install "kmem[demo]"')
 
 
 def _computes_bfloat16() -> bool:
@@ -347,8 +341,6 @@ def _draw(results: dict[Run, Result], path: pathlib.Path) -> None:
     Each has a strip of its own, with what it took in words beside it, so that
     the picture can be read without its colours.
     """
-    from kmem.base import drawing
-
     figure = drawing.new_figure("the demonstration")
     figure.set_figheight(0.5 + 0.85 * len(results))
     strips = figure.subplots(len(results), sharex=True, sharey=True)

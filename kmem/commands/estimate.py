@@ -2,18 +2,22 @@
 
 import argparse
 
-from kmem.commands import model_file
+from kmem.commands import arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Example: kmem estimate model.keras --batch 256"
-    model_file.add_arguments(parser)
+    parser.epilog = (
+        "Example: kmem estimate model.keras --batch 256 --plot it.png"
+    )
+    arguments.add_model_and_batch(parser)
+    arguments.add_plot(parser, ".html")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the estimate."""
     from kmem.budget.estimate import estimate
 
-    model, batch = model_file.load(args)
-    print(estimate(model, batch).summary())
+    found = estimate(*arguments.load_model(args))
+    print(found.summary())
+    arguments.draw(found, args)
     return 0

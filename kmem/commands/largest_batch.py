@@ -4,12 +4,11 @@ import argparse
 
 from kmem.base.sizes import parse_size
 from kmem.commands import arguments
-from kmem.commands import model_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Example: kmem largest-batch model.keras --memory 8GB"
-    model_file.add_file(parser)
+    arguments.add_model(parser)
     parser.set_defaults(batch=1)
     parser.add_argument(
         "--memory",
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the batch size; 0 if there is one."""
     from kmem.budget.largest import largest_batch
 
-    model, batch = model_file.load(args)
+    model, batch = arguments.load_model(args)
     found = largest_batch(
         model,
         batch,

@@ -1,10 +1,8 @@
 """`kmem plan`: plans a saved model's training step."""
 
 import argparse
-import pathlib
 
 from kmem.commands import arguments
-from kmem.commands import model_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Example: kmem plan model.keras --batch 32 --budget 2GB "
         "--plot plan.png --output plan.json"
     )
-    model_file.add_arguments(parser)
+    arguments.add_model_and_batch(parser)
     parser.add_argument(
         "--budget",
         type=_budget,
@@ -31,23 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output",
-        type=_plan_file,
+        type=arguments.file_ending(".json"),
         metavar="PATH",
         help="where to save the plan, as .json, for fit(remat=PATH)",
     )
-    parser.add_argument(
-        "--plot",
-        type=arguments.picture_file,
-        metavar="PATH",
-        help="where to draw it",
-    )
+    arguments.add_plot(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a plan; 0 if there is one."""
     from kmem.budget.planner import plan
 
-    model, batch = model_file.load(args)
+    model, batch = arguments.load_model(args)
     best = plan(
         model,
         batch,
@@ -60,19 +53,9 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         best.save(args.output)
         print(f"saved: {args.output}")
-    if args.plot is not None:
-        best.plot(args.plot)
-        print(f"drawn: {args.plot}")
+    arguments.draw(best, args)
     return 0
 
 
 def _budget(text: str) -> float | int | str:
     return text if text == "auto" else arguments.share_or_size(text)
-
-
-def _plan_file(text: str) -> pathlib.Path:
-    """By this ending `fit` knows a plan."""
-    path = arguments.output_file(text)
-    if path.suffix != ".json":
-        raise argparse.ArgumentTypeError(f"must end in .json. Received: {text}")
-    return path

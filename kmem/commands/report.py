@@ -8,7 +8,6 @@ import pathlib
 from typing import Any
 
 from kmem.commands import arguments
-from kmem.commands import model_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Example: kmem report model.keras --batch 32 --budget 2GB "
         "--output report.html"
     )
-    model_file.add_arguments(parser)
+    arguments.add_model_and_batch(parser)
     parser.add_argument(
         "--budget",
         type=arguments.share_or_size,
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from kmem.reporting import report
     from kmem.step import batches
 
-    model, batch = model_file.load(args)
+    model, batch = arguments.load_model(args)
     keras.utils.set_random_seed(0)  # Of the random data.
     x, y, _ = keras.utils.unpack_x_y_sample_weight(batches.random_data(batch))
     trained: Any = wrap(model)

@@ -3,7 +3,6 @@
 import argparse
 
 from kmem.commands import arguments
-from kmem.commands import model_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -11,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Example: kmem sweep model.keras --batch 32 --thresholds 0.8 0.6 2GB "
         "--plot sweep.png"
     )
-    model_file.add_arguments(parser)
+    arguments.add_model_and_batch(parser)
     parser.add_argument(
         "--thresholds",
         nargs="+",
@@ -26,12 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=4,
         help="how many to take at each threshold (default: %(default)s)",
     )
-    parser.add_argument(
-        "--plot",
-        type=arguments.picture_file,
-        metavar="PATH",
-        help="where to draw it",
-    )
+    arguments.add_plot(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,9 +33,14 @@ def run(args: argparse.Namespace) -> int:
     import keras
 
     from kmem.budget.sweeper import sweep
+    from kmem.dtr.sweep import check_points
     from kmem.step import batches
 
-    model, batch = model_file.load(args)
+    # Before minutes of work.
+    if args.plot is not None and args.thresholds is not None:
+        check_points(args.thresholds)
+
+    model, batch = arguments.load_model(args)
     keras.utils.set_random_seed(0)  # Of the random data.
     results = sweep(
         model,
@@ -51,7 +50,5 @@ def run(args: argparse.Namespace) -> int:
         verbose=1,
     )
     print(results.summary())
-    if args.plot is not None:
-        results.plot(args.plot)
-        print(f"drawn: {args.plot}")
+    arguments.draw(results, args)
     return 0

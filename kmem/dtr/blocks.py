@@ -36,12 +36,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class Blocks:
-    """The blocks of a model.
-
-    Args:
-        model: The model.
-        compile: As in `kmem.DTR`.
-    """
+    """The blocks of a model, compiled as `kmem.DTR` says."""
 
     def __init__(
         self,

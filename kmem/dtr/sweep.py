@@ -6,7 +6,9 @@ beside it.
 import dataclasses
 import math
 import os
+from collections.abc import Collection
 from typing import TYPE_CHECKING
+from typing import Any
 
 from kmem.base import drawing
 from kmem.base.sizes import format_size
@@ -38,6 +40,7 @@ class Row:
             without a threshold; infinite if it could not run there.
         predicted_peak_bytes: `peak_bytes` by the simulator.
         error: Why it could not run; empty if it could.
+        median_seconds: As `step_seconds`, of the median steps.
     """
 
     dtr: DTR | None
@@ -48,6 +51,7 @@ class Row:
     predicted_seconds: float | None = None
     predicted_peak_bytes: float | None = None
     error: str = ""
+    median_seconds: float | None = None
 
     @property
     def threshold_bytes(self) -> int:
@@ -93,6 +97,10 @@ class Sweep(drawing.Shown):
     def predicted_slowdown(self, row: Row) -> float:
         """`slowdown` by the simulator."""
         return self._relative(row.predicted_seconds)
+
+    def median_slowdown(self, row: Row) -> float:
+        """`slowdown` of the median steps."""
+        return self._relative(row.median_seconds or row.step_seconds)
 
     def _relative(self, seconds: float | None) -> float:
         whole = self.unlimited.step_seconds
@@ -140,6 +148,7 @@ class Sweep(drawing.Shown):
 
         Raises:
             ImportError: If matplotlib is missing.
+            ValueError: If there are fewer than two thresholds.
         """
         _figure(self).savefig(path, dpi=150)
 
@@ -178,19 +187,20 @@ def _name(options: DTR | None) -> str:
     return format_size(threshold) if threshold else "no threshold"
 
 
+def check_points(thresholds: Collection) -> None:
+    """Refuses to draw a curve through a single point."""
+    if len(set(thresholds)) < 2:
+        shown = ", ".join(map(str, thresholds)) or "none"
+        raise ValueError(
+            "The picture of a sweep needs at least two thresholds. "
+            f"Received: {shown}"
+        )
+
+
 def _figure(sweep: Sweep) -> "Figure":
-    """Draws a sweep as a figure, to be changed or shown in a notebook.
-
-    Args:
-        sweep: The sweep.
-
-    Returns:
-        A `matplotlib.figure.Figure` with two axes: the time of a step and its
-        peak, both over the threshold.
-
-    Raises:
-        ImportError: If matplotlib is missing.
-    """
+    """A figure with two axes: the time of a step and its peak, both over the
+    threshold."""
+    check_points([format_size(row.threshold_bytes) for row in _curve(sweep)])
     result = drawing.new_figure("a sweep")
     time, peak = result.subplots(2, sharex=True, height_ratios=(3, 2))
     _draw_time(time, sweep)
@@ -201,88 +211,66 @@ def _figure(sweep: Sweep) -> "Figure":
 def _draw_time(axes: "Axes", sweep: Sweep) -> None:
     rows = _curve(sweep)
     recommended = sweep.recommended
-    axes.plot(
-        [_megabytes(row.threshold_bytes) for row in rows],
-        [_finite(sweep.predicted_slowdown(row)) for row in rows],
-        color=drawing.AMBER,
-        linestyle="--",
-        marker=".",
-        label="predicted by the simulator",
-    )
-    axes.plot(
-        [_megabytes(row.threshold_bytes) for row in rows],
-        [_finite(sweep.slowdown(row)) for row in rows],
-        color=drawing.BLUE,
-        marker="o",
-        label="measured",
-    )
-    if sweep.plain.step_seconds:
-        axes.axhline(
-            sweep.slowdown(sweep.plain),
-            color=drawing.GREY,
-            linestyle=":",
-            label="plain eager Keras",
+    predicted = [_finite(sweep.predicted_slowdown(row)) for row in rows]
+    style: Any = {"color": drawing.AMBER, "label": "predicted by the simulator"}
+    axes.plot(_thresholds(rows), predicted, ".--", **style)
+    measured = [_finite(sweep.slowdown(row)) for row in rows]
+    style: Any = {"color": drawing.BLUE, "label": "measured"}
+    axes.plot(_thresholds(rows), measured, "o-", **style)
+    timed = [row for row in rows if row.median_seconds is not None]
+    if timed:
+        drawing.bars(
+            axes,
+            _thresholds(timed),
+            [*map(sweep.slowdown, timed)],
+            [*map(sweep.median_slowdown, timed)],
         )
-    failed = [_megabytes(row.threshold_bytes) for row in rows if row.error]
-    axes.plot(
-        failed,
-        [1.0] * len(failed),
-        "x",
-        color=drawing.RED,
-        label="cannot run" if failed else None,
-    )
+    for row in rows:
+        if not row.error:
+            place = row.threshold_bytes / 1e6, sweep.slowdown(row)
+            words = f"{format_size(row.threshold_bytes)}: {place[1]:.2f}x"
+            style: Any = {"textcoords": "offset points", "fontsize": 8}
+            axes.annotate(words, place, (6, 5), **style)
+    if sweep.plain.step_seconds:
+        _mark(axes, sweep.slowdown(sweep.plain), "plain eager Keras", ":")
+    failed = [row for row in rows if row.error]
+    if failed:
+        style: Any = {"color": drawing.RED, "label": "cannot run"}
+        axes.plot(_thresholds(failed), [1.0] * len(failed), "x", **style)
     for row in sweep.rows:
         if row.dtr == recommended and row.threshold_bytes:
+            style: Any = {"color": drawing.BLUE, "markersize": 16}
             axes.plot(
-                _megabytes(row.threshold_bytes),
-                sweep.slowdown(row),
-                "*",
-                color=drawing.BLUE,
-                markersize=16,
+                *(row.threshold_bytes / 1e6, sweep.slowdown(row), "*"),
                 label=f"recommended: {format_size(row.threshold_bytes)}, "
                 f'"{recommended.heuristic}"',
+                **style,
             )
     axes.set_ylabel("time of a step,\nrelative to no threshold")
-    drawing.set_title(axes, "A training step under DTR at several thresholds")
-    _finish(axes)
+    title = "A training step under DTR at several thresholds"
+    drawing.finish(axes, title)
 
 
 def _draw_peak(axes: "Axes", sweep: Sweep) -> None:
     rows = [row for row in _curve(sweep) if not row.error]
-    thresholds = [_megabytes(row.threshold_bytes) for row in rows]
-    axes.plot(
-        thresholds,
-        [_megabytes(row.peak_bytes or 0) for row in rows],
-        color=drawing.BLUE,
-        marker="o",
-        label="measured peak",
-    )
-    axes.plot(
-        thresholds,
-        thresholds,
-        color="black",
-        linestyle="--",
-        linewidth=1,
-        label="the threshold",
-    )
+    thresholds = _thresholds(rows)
+    peaks = [(row.peak_bytes or 0) / 1e6 for row in rows]
+    style: Any = {"color": drawing.BLUE, "label": "measured peak"}
+    axes.plot(thresholds, peaks, "o-", **style)
+    style: Any = {"color": "black", "label": "the threshold", "linewidth": 1}
+    axes.plot(thresholds, thresholds, "--", **style)
     if sweep.plain.peak_bytes:
-        axes.axhline(
-            _megabytes(sweep.plain.peak_bytes),
-            color=drawing.GREY,
-            linestyle=":",
-            label="plain eager Keras",
-        )
+        _mark(axes, sweep.plain.peak_bytes / 1e6, "plain eager Keras", ":")
     if sweep.pool_bytes is not None:
-        axes.axhline(
-            _megabytes(sweep.pool_bytes),
-            color=drawing.RED,
-            linestyle=":",
-            label="the pool",
-        )
+        _mark(axes, sweep.pool_bytes / 1e6, "the pool", "-.")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("threshold, MB")
     axes.set_ylabel("peak, MB")
-    _finish(axes)
+    drawing.finish(axes)
+
+
+def _mark(axes: "Axes", height: float, label: str, line: str) -> None:
+    axes.axhline(height, color=drawing.GREY, linestyle=line, label=label)
 
 
 def _curve(sweep: Sweep) -> list[Row]:
@@ -295,15 +283,10 @@ def _curve(sweep: Sweep) -> list[Row]:
     return sorted(rows, key=lambda row: row.threshold_bytes)
 
 
-def _megabytes(num_bytes: int) -> float:
-    return num_bytes / 1e6
+def _thresholds(rows: list[Row]) -> list[float]:
+    return [row.threshold_bytes / 1e6 for row in rows]
 
 
 def _finite(value: float) -> float:
     """What cannot run leaves a gap."""
     return value if math.isfinite(value) else math.nan
-
-
-def _finish(axes: "Axes") -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)

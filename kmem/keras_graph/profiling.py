@@ -137,6 +137,11 @@ def mode(
 
 def record_batch(model: keras.Model, batch: Any) -> Recording:
     """Records the model on a batch, of which only the shapes are used."""
+    return record(model, checked_specs(model, batch))
+
+
+def checked_specs(model: keras.Model, batch: Any) -> Any:
+    """The shapes of a batch of which a model can be traced."""
     if not all(layer.built for layer in all_layers(model)):
         raise ValueError(
             "The model must be built: call it, or `model.build()`, first. "
@@ -149,7 +154,7 @@ def record_batch(model: keras.Model, batch: Any) -> Recording:
                 "`batch` must have a fixed shape, the batch size "
                 f"included. Received: batch with shape {spec.shape}"
             )
-    return record(model, specs)
+    return specs
 
 
 def measure(

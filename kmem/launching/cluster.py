@@ -73,9 +73,6 @@ def visible_gpus(environment: MutableMapping[str, str]) -> list[str] | None:
 class Cluster:
     """What a TF_CONFIG says.
 
-    Args:
-        config: The text.
-
     Attributes:
         jobs: The addresses of the tasks of each kind.
 

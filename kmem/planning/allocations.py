@@ -15,7 +15,10 @@ where threads decide.
 import collections
 import dataclasses
 import heapq
+from collections.abc import Iterable
 from collections.abc import Sequence
+
+import numpy as np
 
 # Below this a node runs in the thread that it got ready in.
 _CHEAP_SECONDS = 5e-6
@@ -52,17 +55,21 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """An array that is in memory at the peak.
+    """An array that is in memory for some time.
 
     Attributes:
         node: The number of the node that made it.
         index: Which of the node's results it is; -1 for its workspace.
         num_bytes: Its size.
+        born: How many nodes had begun when it was made, and
+        died: when a node began without it.
     """
 
     node: int
     index: int
     num_bytes: int
+    born: int = 0
+    died: int = _NEVER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +81,24 @@ class Peak:
         node: The number of the node that runs at the peak.
         held: What is in memory then, the largest first.
         end_bytes: What is left at the end: results.
+        arrays: All that was in memory at any time.
+        starts: When nodes began, in their order, and when the last one ended.
     """
 
     num_bytes: int
     node: int
     held: tuple[Held, ...]
     end_bytes: int = 0
+    arrays: tuple[Held, ...] = ()
+    starts: tuple[float, ...] = ()
+
+    def in_use(self, arrays: Iterable[Held]) -> np.ndarray:
+        """The bytes of some arrays, from each node's start to the next."""
+        changes = np.zeros(len(self.starts) + 1, int)
+        for each in arrays:
+            changes[each.born] += each.num_bytes
+            changes[min(each.died, len(self.starts))] -= each.num_bytes
+        return np.cumsum(changes)[1:-1]
 
 
 def simulate(
@@ -162,6 +181,7 @@ class _Run:
         self._workspace: dict[int, int] = {}
         self._in_use = self._peak_bytes = 0
         self._num_begun = self._peak_at = 0
+        self._starts: list[float] = []
         self._peak_node = 0
         self._queues = [collections.deque() for _ in range(num_threads)]
         self._next = [collections.deque() for _ in range(num_threads)]
@@ -179,6 +199,7 @@ class _Run:
                 number = self._take(thread)
                 if number is not None:
                     idle.remove(thread)
+                    self._starts.append(now)
                     self._begin(number)
                     end = now + self._nodes[number].seconds
                     heapq.heappush(running, (end, thread, number))
@@ -188,14 +209,15 @@ class _Run:
             self._end(number)
             self._hand_out(thread, number)
             idle = sorted([*idle, thread])
-        held = [
-            Held(*self._made[array], self._sizes[array])
-            for array, born in enumerate(self._born)
-            if born <= self._peak_at < self._died[array] and self._sizes[array]
-        ]
+        lives = zip(
+            self._made, self._sizes, self._born, self._died, strict=True
+        )
+        arrays = [Held(*made, *life) for made, *life in lives if life[0]]
+        held = [a for a in arrays if a.born <= self._peak_at < a.died]
         held.sort(key=lambda each: -each.num_bytes)
         return Peak(
-            self._peak_bytes, self._peak_node, tuple(held), self._in_use
+            *(self._peak_bytes, self._peak_node, tuple(held), self._in_use),
+            *(tuple(arrays), (*self._starts, now)),
         )
 
     def _take(self, thread: int) -> int | None:

@@ -27,9 +27,9 @@ _LIGHT_BLUE = "#cfe1fb"
 _LIGHT_AMBER = "#fdd663"
 # Of a stage's forward pass; the last one stands for more as well.
 _NUM_RUNS = (
-    ("runs once", _LIGHT_BLUE),
-    ("runs twice", drawing.AMBER),
-    ("runs more often", drawing.RED),
+    ("runs once", _LIGHT_BLUE, ""),
+    ("runs twice", drawing.AMBER, "//"),
+    ("runs more often", drawing.RED, "xx"),
 )
 _NUM_NAMES = 5
 
@@ -66,28 +66,20 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
     # Less than none where operations need more one by one than together.
     base_bytes = max(0, plan.resident_bytes + graph.constant_bytes)
     highest = plan.unplanned_peak_bytes
-    scale, unit = (1e9, "GB") if highest >= 1e10 else (1e6, "MB")
+    scale, unit = drawing.scale(highest)
     base = base_bytes / scale
     top = 1.2 * highest / scale
     budget = (plan.budget_bytes or 0) / scale
 
-    def curve(
-        simulation: "Simulation", schedule, color: str, label: str, side: int
-    ):
+    def curve(simulation: "Simulation", schedule, side: int, **style):
         """Draws a curve, with its peak above (1) or below (-1) it."""
+        color = style["color"]
         seconds = [graph.operations[index].seconds for index in schedule]
         edges = np.cumsum([0.0, *seconds])
         in_use = np.array(simulation.step_bytes) + plan.resident_bytes
         heights = in_use / scale
-        axes.stairs(
-            heights,
-            edges,
-            baseline=None,
-            color=color,
-            linewidth=1.5,
-            label=label,
-            zorder=3,
-        )
+        style = {"baseline": None, "linewidth": 1.5, "zorder": 3, **style}
+        axes.stairs(heights, edges, **style)
         step = int(np.argmax(heights))
         x, y = float(edges[step : step + 2].mean()), heights[step]
         axes.plot(x, y, "o", color=color, zorder=4)
@@ -105,32 +97,23 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
         )
         return heights, edges
 
-    def fill(heights, edges, color: str, label: str = ""):
-        axes.stairs(
-            heights,
-            edges,
-            baseline=base,
-            fill=True,
-            color=color,
-            linewidth=0,
-            label=label,
-        )
-
-    curve(plan.unplanned, graph.program, drawing.GREY, "everything kept", 1)
+    style = {"color": drawing.GREY, "label": "everything kept"}
+    curve(plan.unplanned, graph.program, 1, **style, linestyle=":")
     # Below, as the two peaks may be close.
-    heights, edges = curve(
-        plan.simulation, plan.schedule, drawing.BLUE, "the plan", -1
-    )
+    style = {"color": drawing.BLUE, "label": "the plan"}
+    heights, edges = curve(plan.simulation, plan.schedule, -1, **style)
     again = _runs_again(plan.schedule)
-    fill(np.where(again, np.nan, heights), edges, _LIGHT_BLUE)
+    under = {"baseline": base, "fill": True, "linewidth": 0}
+    once = np.where(again, np.nan, heights)
+    axes.stairs(once, edges, **under, color=_LIGHT_BLUE)
     if again.any():
         repeated = np.where(again, heights, np.nan)
-        fill(repeated, edges, _LIGHT_AMBER, "running again")
+        under |= {"hatch": "//", "label": "running again"}
+        axes.stairs(repeated, edges, **under, fc=_LIGHT_AMBER, ec="black")
     axes.fill_between(
         edges[[0, -1]],
         base,
-        color=_LIGHT_GREY,
-        linewidth=0,
+        **{"facecolor": _LIGHT_GREY, "hatch": "..", "linewidth": 0},
         label=f"always in memory: {format_size(base_bytes)}",
     )
     if plan.budget_bytes is not None:
@@ -146,9 +129,7 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
     axes.set_ylim(0, max(top, 1.1 * budget))
     axes.set_xlabel("seconds of the step, as predicted")
     axes.set_ylabel(f"memory in use, {unit}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper center", ncols=4, frameon=False)
-    drawing.set_title(axes, _title(plan))
+    drawing.finish(axes, _title(plan), loc="upper center", ncols=4)
 
 
 def _alignment(position: float) -> str:
@@ -170,21 +151,16 @@ def _draw_stages(axes: "Axes", plan: Any) -> None:
     widths = flat.kept_bytes(plan.network)
     widths = widths if any(widths) else np.ones(len(widths))
     edges = np.cumsum([0, *widths])
-    for number, (label, color) in enumerate(_NUM_RUNS, start=1):
+    for number, (label, color, hatch) in enumerate(_NUM_RUNS, start=1):
         chosen = [
             index
             for index in range(len(stages))
             if min(counts[index], len(_NUM_RUNS)) == number
         ]
         if chosen:
-            axes.bar(
-                edges[chosen],
-                1,
-                np.diff(edges)[chosen],
-                align="edge",
-                color=color,
-                label=label,
-            )
+            style: Any = {"color": color, "hatch": hatch, "label": label}
+            widths = np.diff(edges)[chosen]
+            axes.bar(edges[chosen], 1, widths, align="edge", **style)
     positions = np.linspace(0, edges[-1], _NUM_NAMES)
     numbers = np.searchsorted(edges[1:], positions)
     axes.set_xticks(positions, [stages[n].name for n in numbers], fontsize=8)

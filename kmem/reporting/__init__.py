@@ -24,8 +24,8 @@ def report(
 ) -> None:
     """Draws what a model's training needed, and what other options need.
 
-    The page shows the memory over a step before and after, what the bytes are,
-    all options that were tried with their times and peaks, and the plan. It
+    The page shows what memory is used for over a step before and after, all
+    options that were tried with their times and peaks, and the plan. It
     needs no network, and each of its pictures lies beside it as a PNG.
 
     Args:
@@ -93,10 +93,8 @@ def _draw(
 ) -> dict[str, tuple[str, bytes]]:
     """Each picture's name, with its title and itself as PNG."""
     step = pictures.draw_step(memory_report, graphs)
-    num_bytes = pictures.draw_bytes(memory_report, graphs)
     figures = {
         "step": ("Memory over the step", step),
-        "bytes": ("Where the bytes are", num_bytes),
         "choices": ("What was tried", pictures.draw_choices(memory_report)),
     }
     plan = memory_report.chosen.plan

@@ -23,16 +23,7 @@ _MAX_ROWS = 30
 
 
 def write(report: MemoryReport, name: str, pictures: dict[str, bytes]) -> str:
-    """Writes the page.
-
-    Args:
-        report: The report.
-        name: What the model is called.
-        pictures: The pictures, as PNG, by their titles.
-
-    Returns:
-        The page.
-    """
+    """The page of a model, with pictures, as PNG, by their titles."""
     template = importlib.resources.files("kmem.reporting") / "page.html"
     sections = [
         *(_image(title, png) for title, png in pictures.items()),
@@ -93,27 +84,29 @@ def _table(report: MemoryReport) -> str:
     shown = choices[:_MAX_ROWS]
     if report.plain not in shown:
         shown[-1] = report.plain
-    rows = [_row(report, choice) for choice in shown]
+    rows = [_row(report, choice, choices.index(choice) + 1) for choice in shown]
     left_out = len(choices) - len(shown)
     note = f"<p>{left_out} more are not shown.</p>" if left_out else ""
     return (
-        "<table><thead><tr><th>options</th><th>peak</th><th>measured</th>"
-        "<th>step, ms</th><th>time</th></tr></thead>"
+        "<table><thead><tr><th></th><th>options</th><th>peak</th><th>measured</th>"
+        "<th>step, ms</th><th>time</th><th>median</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table>{note}"
     )
 
 
-def _row(report: MemoryReport, choice: Choice) -> str:
+def _row(report: MemoryReport, choice: Choice, number: int) -> str:
+    median = report.median_slowdown(choice)
     measured = choice.measured_peak_bytes
     peak = choice.predicted_peak_bytes
     over = ' class="over"' if peak > report.budget_bytes else ""
     kind = ' class="chosen"' if choice == report.chosen else ""
     return (
-        f"<tr{kind}><td>{html.escape(describe(choice.options))}</td>"
+        f"<tr{kind}><td>{number}</td><td>{html.escape(describe(choice.options))}</td>"
         f"<td{over}>{format_size(peak)}</td>"
         f"<td>{'' if measured is None else format_size(measured)}</td>"
         f"<td>{choice.predicted_seconds * 1e3:.1f}</td>"
-        f"<td>{report.slowdown(choice):.2f}x</td></tr>"
+        f"<td>{report.slowdown(choice):.2f}x</td>"
+        f"<td>{f'{median:.2f}x' if median else ''}</td></tr>"
     )
 
 

@@ -1,10 +1,9 @@
-"""The pictures of a report: the step, its bytes, and the choices.
+"""The pictures of a report: the step, and the choices.
 
-All of them show predictions, but for the point that is called measured. Colours
-are those of Okabe and Ito, which colour-blind people can tell apart.
+All of them show predictions, but for what is called measured. A choice's number
+is that of its row in the page's table.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kmem.base import drawing
@@ -17,17 +16,8 @@ from kmem.planning.graph import Graph
 from kmem.reporting import steps
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_KINDS = {
-    "parameters": "#f0e442",
-    "optimizer": "#009e73",
-    "gradients": "#e69f00",
-    "activations": "#56b4e9",
-    "workspace": "#cc79a7",
-    "batch and others": "#bdc1c6",
-}
 _MARKERS = {
     "neither": ("X", "black"),
     "micro-batches": ("s", "#d55e00"),
@@ -36,75 +26,36 @@ _MARKERS = {
 }
 Graphs = dict[MemoryOptions, Graph]
 
-# A share of the picture's width in which a size can be read.
-_READABLE = 0.07
+# So many choices are named beside the picture; the page has a table.
+_NUM_NAMED = 20
 
 
 def draw_step(report: MemoryReport, graphs: Graphs) -> "Figure":
-    """Memory over the step, before and after."""
+    """What memory is used for over the step, before and after."""
+    choices = [report.plain][report.is_plain :] + [report.chosen]
     figure = drawing.new_figure("a report")
-    axes = figure.subplots()
+    pictures = figure.subplots(len(choices), sharex=True, squeeze=False)[:, 0]
     scale, unit = _scale(report)
-    colors = drawing.GREY, drawing.BLUE
-    for choice, color in zip(_before_and_after(report), colors, strict=False):
-        peak = choice.predicted_peak_bytes
-        label = f"{describe(choice.options)}: {format_size(peak)}"
-        edges, in_use = steps.step_of(choice, graphs).curve()
-        curve = in_use / scale, edges * 1e3
-        axes.stairs(*curve, baseline=0, fill=True, color=color, alpha=0.2)
-        axes.stairs(
-            *curve, baseline=None, color=color, linewidth=1.5, label=label
-        )
-    _mark_budget(axes.axhline, report)
-    # Room for the legend.
-    axes.set_ylim(0, 1.35 * _highest(report) / scale)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("time of the step, ms")
-    axes.set_ylabel(f"memory in use, {unit}")
-    _finish(axes, "Memory over the step")
-    return figure
-
-
-def draw_bytes(report: MemoryReport, graphs: Graphs) -> "Figure":
-    """What the peak consists of, before and after."""
-    figure = drawing.new_figure("a report")
-    figure.set_figheight(3.6)
-    axes = figure.subplots()
-    scale, unit = _scale(report)
-    choices = _before_and_after(report)
-    labelled = set()
-    for place, choice in enumerate(choices):
-        left = 0
-        kinds = steps.kinds_of_bytes(report, choice, graphs)
-        for kind, num_bytes in kinds.items():
-            bar = axes.barh(
-                place,
-                num_bytes / scale,
-                left=left / scale,
-                color=_KINDS[kind],
-                edgecolor="white",
-                label=None if kind in labelled else kind,
-            )
-            labelled.add(kind)
-            left += num_bytes
-            if num_bytes > _READABLE * _highest(report):
-                label = f"{num_bytes / scale:.3g}"
-                axes.bar_label(bar, [label], label_type="center")
-    # Behind the numbers.
-    _mark_budget(axes.axvline, report, zorder=0)
-    names = [describe(c.options).replace(", ", ",\n") for c in choices]
-    axes.set_yticks(range(len(choices)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"memory at the peak, {unit}")
-    _finish(axes, "Where the bytes are", legend_below=True)
+    ends = []
+    for axes, choice in zip(pictures, choices, strict=True):
+        step = steps.step_of(report, choice, graphs)
+        drawing.bands(axes, step.seconds * 1e3, step.kinds, scale)
+        drawing.mark_budget(axes.axhline, report.budget_bytes, scale)
+        axes.set_ylim(0, 1.1 * _highest(report) / scale)
+        axes.set_ylabel(f"memory in use, {unit}")
+        peak = format_size(choice.predicted_peak_bytes)
+        title = f"{describe(choice.options)}: {peak} at the peak"
+        drawing.finish(axes, title, columns_below=4)
+        ends.append(step.seconds[-1] * 1e3)
+    pictures[-1].set(xlim=(0, max(ends)), xlabel="time of the step, ms")
     return figure
 
 
 def draw_choices(report: MemoryReport) -> "Figure":
     """The choices by peak and time, with those that are best for their peak."""
     figure = drawing.new_figure("a report")
-    axes = figure.subplots()
-    scale, _ = _scale(report)
+    axes, names = figure.subplots(1, 2, width_ratios=(3, 1))
+    scale, unit = _scale(report)
     choices = report.choices
 
     def points(chosen: list[Choice], **style) -> None:
@@ -138,16 +89,33 @@ def draw_choices(report: MemoryReport) -> "Figure":
             markerfacecolor="none",
             label="its measured peak",
         )
-    _mark_budget(axes.axvline, report)
+    lines = ["choices, the best first"]
+    for number, choice in enumerate(choices, start=1):
+        place = choice.predicted_peak_bytes / scale, report.slowdown(choice)
+        above = 5 if number % 2 else -12
+        axes.annotate(
+            *(f"{number}", place, (7, above)),
+            **{"textcoords": "offset points", "fontsize": 9},
+        )
+        lines.append(f"{number} {describe(choice.options)}")
+    timed = [choice for choice in choices if choice.median_seconds is not None]
+    if timed:
+        drawing.bars(
+            axes,
+            [choice.predicted_peak_bytes / scale for choice in timed],
+            [*map(report.slowdown, timed)],
+            [report.median_slowdown(choice) for choice in timed],
+        )
+    if len(choices) > _NUM_NAMED:
+        lines[_NUM_NAMED + 1 :] = ["more: in the table"]
+    names.set_axis_off()
+    names.text(0, 1, "\n".join(lines), va="top", fontsize=8)
+    drawing.mark_budget(axes.axvline, report.budget_bytes, scale)
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"peak of a step, {_scale(report)[1]}")
+    axes.set_xlabel(f"peak of a step, {unit}")
     axes.set_ylabel("time of a step, relative to plain")
-    _finish(axes, "What was tried")
+    drawing.finish(axes, "What was tried")
     return figure
-
-
-def _before_and_after(report: MemoryReport) -> list[Choice]:
-    return [report.plain][report.is_plain :] + [report.chosen]
 
 
 def _mechanism(choice: Choice) -> str:
@@ -163,24 +131,4 @@ def _highest(report: MemoryReport) -> int:
 
 
 def _scale(report: MemoryReport) -> tuple[float, str]:
-    return (1e9, "GB") if _highest(report) >= 1e10 else (1e6, "MB")
-
-
-def _mark_budget(line: Callable, report: MemoryReport, **style) -> None:
-    line(
-        report.budget_bytes / _scale(report)[0],
-        color="black",
-        linestyle="--",
-        linewidth=1,
-        label=f"budget: {format_size(report.budget_bytes)}",
-        **style,
-    )
-
-
-def _finish(axes: "Axes", title: str, legend_below: bool = False) -> None:
-    drawing.set_title(axes, title)
-    axes.spines[["top", "right"]].set_visible(False)
-    if legend_below:
-        axes.figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    else:
-        axes.legend(frameon=False)
+    return drawing.scale(_highest(report))

@@ -10,7 +10,6 @@ batch and the sums of gradients, is in memory all the time.
 """
 
 import dataclasses
-import functools
 
 import numpy as np
 
@@ -26,79 +25,52 @@ class Step:
     """A choice's step, operation by operation.
 
     Attributes:
-        choice: The choice.
-        graph: The operations, of one micro-batch.
-        schedule: The order in which they run.
+        seconds: When operations begin, and when the last one ends.
+        kinds: Of each kind the bytes that are in use during each of them.
     """
 
-    choice: Choice
-    graph: Graph
-    schedule: tuple[int, ...]
-
-    @functools.cached_property
-    def _step_bytes(self) -> np.ndarray:
-        return np.array(simulate(self.graph, self.schedule).step_bytes)
-
-    def curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """Memory over the step.
-
-        Returns:
-            The seconds at which operations begin and end, and the bytes that
-            are in use during each of them.
-        """
-        operations = self.graph.operations
-        count = self.choice.options.num_parts
-        seconds = [operations[index].seconds for index in self.schedule]
-        edges = np.cumsum([0.0, *seconds * count])
-        # The update, and what else is no operation of the model.
-        edges *= self.choice.predicted_seconds / (edges[-1] or 1.0)
-        beyond = self.choice.predicted_peak_bytes - self._step_bytes.max()
-        in_use = np.maximum(self._step_bytes + beyond, 0)
-        return edges, np.tile(in_use, count)
-
-    def at_peak(self) -> dict[str, int]:
-        """What is in memory at the peak, besides what always is."""
-        graph, peak = self.graph, int(np.argmax(self._step_bytes))
-        total = int(self._step_bytes[peak])
-        workspace = graph.operations[self.schedule[peak]].workspace_bytes
-        sizes = [
-            0 if tensor in graph.results else num_bytes
-            for tensor, num_bytes in enumerate(graph.tensor_bytes)
-        ]
-        without = dataclasses.replace(graph, tensor_bytes=tuple(sizes))
-        gradients = total - simulate(without, self.schedule).step_bytes[peak]
-        return {
-            "gradients": gradients,
-            "activations": total
-            - (graph.constant_bytes + gradients + workspace),
-            "workspace": workspace,
-        }
+    seconds: np.ndarray
+    kinds: dict[str, np.ndarray]
 
 
-def step_of(choice: Choice, graphs: dict[MemoryOptions, Graph]) -> Step:
+def step_of(
+    report: MemoryReport, choice: Choice, graphs: dict[MemoryOptions, Graph]
+) -> Step:
     """A choice's step, by its plan or the operations of its options."""
     plan = choice.plan
-    if plan is not None:
-        return Step(choice, plan.network.graph, plan.schedule)
-    graph = graphs[choice.options]
-    return Step(choice, graph, graph.program)
-
-
-def kinds_of_bytes(
-    report: MemoryReport, choice: Choice, graphs: dict[MemoryOptions, Graph]
-) -> dict[str, int]:
-    """What a choice's peak consists of; the sum is the predicted peak."""
-    kinds = {
+    graph = graphs[choice.options] if plan is None else plan.network.graph
+    schedule = graph.program if plan is None else plan.schedule
+    operations = [graph.operations[index] for index in schedule]
+    count = choice.options.num_parts
+    seconds = np.cumsum([0.0, *[each.seconds for each in operations] * count])
+    # The update, and what else is no operation of the model.
+    seconds *= choice.predicted_seconds / (seconds[-1] or 1.0)
+    in_use = np.array(simulate(graph, schedule).step_bytes)
+    sizes = [
+        0 if tensor in graph.results else num_bytes
+        for tensor, num_bytes in enumerate(graph.tensor_bytes)
+    ]
+    without = dataclasses.replace(graph, tensor_bytes=tuple(sizes))
+    gradients = in_use - np.array(simulate(without, schedule).step_bytes)
+    workspace = np.array([each.workspace_bytes for each in operations])
+    activations = in_use - graph.constant_bytes - gradients - workspace
+    fixed = {
         "parameters": report.parameter_bytes,
         "optimizer": report.optimizer_bytes,
-        **step_of(choice, graphs).at_peak(),
     }
-    others = choice.predicted_peak_bytes - sum(kinds.values())
-    if others < 0:
-        # Operations were measured one by one, the peak with all of them.
-        kinds["workspace"] += others
-    kinds["batch and others"] = others
-    return {name: size for name, size in kinds.items() if size > 0}
+    highest = int((in_use - graph.constant_bytes).max()) + sum(fixed.values())
+    others = choice.predicted_peak_bytes - highest
+    fixed["batch and others"] = max(others, 0)
+    kinds = {kind: np.full(len(in_use), b) for kind, b in fixed.items()}
+    kinds |= {"gradients": gradients, "activations": activations}
+    kinds["workspace"] = workspace
+    # Operations were measured one by one, the peak with all of them.
+    for kind in ("workspace", "activations"):
+        less = np.minimum(kinds[kind], max(-others, 0))
+        kinds[kind] = kinds[kind] - less
+        others += int(less.max())
+    kinds = {kind: np.tile(each, count) for kind, each in kinds.items()}
+    return Step(seconds, {k: each for k, each in kinds.items() if each.any()})
 
 
 def fastest_for_their_peak(choices: list[Choice]) -> list[Choice]:

@@ -1,12 +1,19 @@
 """`kmem.estimate`: what is simulated against what is measured."""
 
+import importlib.util
+import re
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from black_and_white import assert_readable_in_black_and_white
+from headless import browser
+from headless import dump
 
 import kmem
 from kmem.commands import cli
+from kmem.planning import timeline as timelines
 
 
 def convolutional():
@@ -122,16 +129,108 @@ def test_a_batch_may_be_larger_than_any_machine():
     assert 2 * half == pytest.approx(whole, rel=1e-4)
 
 
+def dense():
+    """16 examples of 1000 numbers: their bytes can be counted by hand."""
+    model = keras.Sequential(
+        [
+            keras.Input((1000,)),
+            keras.layers.Dense(500, use_bias=False, name="first"),
+            keras.layers.Dense(250, use_bias=False, name="second"),
+        ]
+    )
+    model.compile("sgd", "mse", jit_compile=False)
+    return model, (tf.TensorSpec((16, 1000)), tf.TensorSpec((16, 250)))
+
+
+def test_a_timeline_knows_what_each_byte_is_for():
+    estimate = kmem.estimate(*dense())
+    timeline = estimate.timeline
+    weights = 4 * (1000 * 500 + 500 * 250)
+    assert timeline.fixed["parameters"] == weights == estimate.parameter_bytes
+    assert timeline.fixed["batch"] == 4 * 16 * (1000 + 250)
+    assert np.all(np.diff(timeline.starts) >= 0)
+    total = sum(timeline.in_use.values())
+    assert len(total) == len(timeline.starts) - 1
+    peak = total.max() + sum(timeline.fixed.values())
+    assert estimate.least_peak_bytes <= peak <= estimate.most_peak_bytes
+    # The gradient of the largest weight; a layer's output is what grows.
+    assert timeline.in_use["gradients"].max() >= 4 * 1000 * 500
+    assert timeline.in_use["activations"].max() >= 4 * 16 * (500 + 250)
+    (largest, *_) = estimate.tensors
+    assert (largest.kind, largest.layer) == ("gradients", "first")
+
+
+def test_layers_of_one_kind_are_told_apart():
+    keras.backend.clear_session()  # Of the numbers in layers' names.
+    layers = [keras.layers.Dense(units) for units in (300, 400, 500)]
+    model = keras.Sequential([keras.Input((200,)), *layers])
+    model.compile("sgd", "mse", jit_compile=False)
+    batch = tf.TensorSpec((1000, 200)), tf.TensorSpec((1000, 500))
+    names = {
+        tensor.shape: tensor.layer
+        for tensor in kmem.estimate(model, batch).tensors
+        if tensor.operation.endswith("MatMul")
+    }
+    for layer in layers:
+        assert names[1000, layer.units] == layer.name
+
+
+def test_a_timeline_is_drawn_with_the_names_of_the_largest_tensors(tmp_path):
+    estimate = kmem.estimate(*dense())
+    estimate.plot(tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    figure = timelines.figure(estimate.timeline)
+    assert_readable_in_black_and_white(figure)
+    memory, names = figure.axes
+    assert memory.get_title(loc="left").startswith("A step of 16 examples: ")
+    (first, *_) = [text.get_text() for text in names.texts]
+    assert first == " 1. first: 2.00 MB, float32[1000, 500]"
+
+
+def test_a_timeline_is_a_page_that_needs_no_network(tmp_path):
+    pytest.importorskip("plotly")
+    page = tmp_path / "step.html"
+    kmem.estimate(*dense()).plot(page)
+    text = page.read_text(encoding="utf-8")
+    assert "<title>kmem: A step of 16 examples: " in text
+    assert "1. first: 2.00 MB, float32[1000, 500]" in text
+    assert re.findall(r"<(?:script|link)[^>]+(?:src|href)=", text) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser() is None, reason="needs chromium")
+def test_a_browser_shows_the_page_of_a_timeline(tmp_path):
+    pytest.importorskip("plotly")
+    page = tmp_path / "step.html"
+    kmem.estimate(*dense()).plot(page)
+    shown = dump(page, tmp_path)
+    assert "1. first: 2.00 MB, float32[1000, 500]" in shown.partition("svg")[2]
+    assert "progress of the step" in shown.partition("<svg")[2]
+
+
+def test_a_page_without_plotly_says_how_to_get_it(tmp_path, monkeypatch):
+    estimate = kmem.estimate(*dense())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ImportError, match=r'plotly: pip install "kmem\[html\]"'
+    ):
+        estimate.plot(tmp_path / "step.html")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_it_prints_itself(tmp_path, capsys):
     path = tmp_path / "model.keras"
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     model.compile("adam", "mse")
     model.save(path)
-    assert cli.main(["estimate", str(path), "--batch", "1000000"]) == 0
+    picture = tmp_path / "step.svg"
+    words = ["--batch", "1000000", "--plot", str(picture)]
+    assert cli.main(["estimate", str(path), *words]) == 0
     printed = capsys.readouterr().out
     batch = tf.TensorSpec((1000000, 8)), tf.TensorSpec((1000000, 4))
     estimate = kmem.estimate(model, batch)
-    assert printed == estimate.summary() + "\n"
+    assert printed == f"{estimate.summary()}\ndrawn: {picture}\n"
+    assert "svg" in picture.read_text()
     assert "microbatches=8" in printed
     assert estimate._repr_html_().startswith("<pre>a step of 1000000 examples")
 

@@ -65,7 +65,8 @@ def test_thresholds_are_measured_and_one_is_recommended():
         )
         assert row.peak_bytes <= row.threshold_bytes
         assert row.predicted_peak_bytes <= row.threshold_bytes
-        assert row.step_seconds > 0 and row.predicted_seconds > 0
+        assert 0 < row.step_seconds <= row.median_seconds
+        assert row.predicted_seconds > 0
         assert 0 < row.num_recomputations and 0 < row.num_evictions
     assert nothing.error.startswith("no room: at least ")
     assert nothing.step_seconds is None
@@ -179,6 +180,18 @@ def test_the_command_prints_a_table_and_draws_it(tmp_path, capsys):
     assert "\nKeras, eager " in output and "\n1.00 GB " in output
     assert "\nrecommended: " in output
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_refuses_to_draw_one_point_before_any_work(
+    tmp_path, capsys
+):
+    path, picture = tmp_path / "model.keras", tmp_path / "sweep.png"
+    path.touch()
+    words = ["--batch", "8", "--thresholds", "0.5", "--plot", str(picture)]
+    assert cli.main(["sweep", str(path), *words]) == 1
+    errors = capsys.readouterr().err
+    assert errors.endswith("at least two thresholds. Received: 0.5\n")
+    assert not picture.exists()
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,10 @@ def test_help_has_an_example(argv, capsys):
         ("plan {file} --batch 8 --solver no", "--solver: invalid choice"),
         ("plan {file} --batch 8 --output {here}/no/a.json", "in a folder that"),
         ("plan {file} --batch 8 --output {here}/plan", "must end in .json"),
-        ("plan {file} --batch 8 --plot {here}/plan", "must end in one of"),
+        (
+            "plan {file} --batch 8 --plot {here}/plan",
+            "must end in .png or .svg",
+        ),
         ("sweep {here} --batch 8", "model: must be a file that exists"),
         ("sweep {file} --batch 8 --plot {here}", "must be a file in a folder"),
         ("sweep {file} --batch 8 --thresholds 0", "--thresholds: must be a"),
@@ -162,9 +165,9 @@ def test_a_command_may_live_in_a_module_of_its_own(monkeypatch):
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--size", type=int)
 
-    module = types.ModuleType("kmem_example")
+    module = types.ModuleType("kmem.commands.an_example")
     module.add_arguments = add_arguments
     module.run = lambda args: args.size
-    monkeypatch.setitem(sys.modules, "kmem_example", module)
-    monkeypatch.setitem(cli._MODULES, "example", ("kmem_example", "Example."))
-    assert cli.main(["example", "--size", "7"]) == 7
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(cli._MODULES, "an-example", "Example.")
+    assert cli.main(["an-example", "--size", "7"]) == 7

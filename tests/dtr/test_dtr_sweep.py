@@ -1,6 +1,9 @@
 """What `kmem.Sweep` makes of its rows, and what the simulator expects."""
 
+import dataclasses
+
 import pytest
+from black_and_white import assert_readable_in_black_and_white
 from trace_cases import call
 from trace_cases import constant
 from trace_cases import release
@@ -78,8 +81,10 @@ def test_a_summary_shows_predicted_beside_measured():
 
 def test_the_picture_holds_the_numbers():
     pytest.importorskip("matplotlib")
-    rows = [row(80, 1.1), row(50, 1.2), FAILED, row(50, 1.15, "lru")]
-    figure = sweep._figure(Sweep((PLAIN, UNLIMITED, *rows)))
+    timed = dataclasses.replace(row(50, 1.2), median_seconds=1.25)
+    rows = [row(80, 1.1), timed, FAILED, row(50, 1.15, "lru")]
+    figure = sweep._figure(Sweep((PLAIN, UNLIMITED, *rows), pool_bytes=10**8))
+    assert_readable_in_black_and_white(figure)
 
     time, peak = (
         {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
@@ -91,15 +96,31 @@ def test_the_picture_holds_the_numbers():
     assert time["cannot run"] == [[20, 1]]
     assert time['recommended: 50.00 MB, "lru"'] == [[50, 1.15]]
     assert peak["measured peak"] == [[50, 50], [80, 80]]
+    named = [text.get_text() for text in figure.axes[0].texts]
+    assert named == ["50.00 MB: 1.20x", "80.00 MB: 1.10x"]
+    (bars,) = figure.axes[0].containers
+    (segment,) = bars.lines[2][0].get_segments()
+    assert segment.tolist() == [[50, 1.2], [50, pytest.approx(1.25)]]
 
 
 def test_a_picture_is_drawn_of_what_mostly_fails(tmp_path):
     pytest.importorskip("matplotlib")
     plain = Row(None, error="out of memory")
-    Sweep((plain, UNLIMITED, FAILED), pool_bytes=10**8).plot(
-        tmp_path / "sweep.svg"
-    )
+    rows = plain, UNLIMITED, FAILED, row(50, 1.2)
+    Sweep(rows, pool_bytes=10**8).plot(tmp_path / "sweep.svg")
     assert "svg" in (tmp_path / "sweep.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    "rows, received", [((), "none"), ((row(50, 1.2),), "50.00 MB")]
+)
+def test_a_picture_of_fewer_than_two_points_is_refused(
+    rows, received, tmp_path
+):
+    message = f"needs at least two thresholds. Received: {received}"
+    with pytest.raises(ValueError, match=message):
+        Sweep((PLAIN, UNLIMITED, *rows)).plot(tmp_path / "sweep.png")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("native_library")
