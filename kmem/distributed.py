@@ -7,10 +7,13 @@ TensorFlow's first operation. What this module does not do: share a model
 between them; that is `fit(sharding=...)`.
 """
 
+import functools
+import importlib
 import os
 import pickle
 from collections.abc import Callable
 from multiprocessing import spawn
+from typing import Any
 from typing import Literal
 
 import tensorflow as tf
@@ -42,15 +45,16 @@ def launch(
     Each starts as a fresh Python, imports the module of `main` and calls it.
     What it prints is passed on line by line, with `[0] ` before a line of
     rank 0. Call it under `if __name__ == "__main__":`, as everything that
-    starts processes.
+    starts processes. A function of a notebook is copied instead, with what it
+    uses of the notebook, which needs the package cloudpickle.
 
     Where TF_CONFIG names several workers, as Kubernetes' TFJob sets it, or
     in a task of SLURM's `srun`, this process is one of several already: `main`
     is called in it, and the other arguments are left to the cluster.
 
     Args:
-        main: A function of a module or script, called without arguments;
-            `functools.partial` gives it some.
+        main: A function of a module, script or notebook, called without
+            arguments; `functools.partial` gives it some.
         num_processes: How many, each with a GPU of its own on a machine that
             has some. `None` is one for each GPU.
         restarts: How often to start all of them again after one has failed.
@@ -71,6 +75,7 @@ def launch(
         RankFailed: If a process fails. The message names the first that did,
             with its traceback; `exit_code` is what a shell would show.
         ValueError: If an argument is not of this form.
+        ImportError: If cloudpickle is missing in a notebook.
 
     Example:
 
@@ -152,18 +157,39 @@ def how_many(num_processes: int | None, gpus: list[str]) -> int:
 
 def _function_task(main: Callable) -> dict:
     """What `rank.py` needs to call a function in a fresh process."""
-    try:
-        function = pickle.dumps(main)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
-        raise ValueError(
-            "`main` must be a function of a module or a script, which a new "
-            f"process can import. Received: main={main!r} ({error})"
-        ) from error
     # What `multiprocessing` hands to a process that it spawns.
     preparation = spawn.get_preparation_data("rank")
     # A secret of this process's, which pickles only for its own children.
     del preparation["authkey"]
+    pickler: Any = pickle
+    content: Any = main
+    if not any(name.startswith("init_main") for name in preparation):
+        # A notebook: no file to import `main` from. kmem comes first, to join
+        # the others before an operation of TensorFlow makes what `main` uses.
+        pickler, content = _cloudpickle(), functools.partial(_call, main)
+    try:
+        function = pickler.dumps(content)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise ValueError(
+            "`main` must be a function of a module, a script or a notebook, "
+            "which a new process can import or copy. "
+            f"Received: main={main!r} ({error})"
+        ) from error
     return {"function": function, "preparation": preparation}
+
+
+def _cloudpickle() -> Any:
+    try:
+        return importlib.import_module("cloudpickle")
+    except ImportError as error:
+        raise ImportError(
+            "To launch a function of a notebook needs cloudpickle: "
+            'pip install "kmem[notebook]"'
+        ) from error
+
+
+def _call(main: Callable) -> Any:
+    return main()
 
 
 # Not in processes that this one may start: these are none of the ranks.

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 
@@ -439,6 +440,15 @@ def test_each_rank_has_a_gpu(monkeypatch):
 def test_what_cannot_be_launched_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         launch(**{"main": os.getpid, **arguments})
+
+
+def test_a_notebook_without_cloudpickle_is_told_to_install_it(monkeypatch):
+    # A notebook has no file that a new process could import.
+    notebook = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ImportError, match=r'pip install "kmem\[notebook\]"'):
+        launch(os.getpid, 1)
 
 
 @pytest.mark.parametrize(
