@@ -7,9 +7,12 @@ import textwrap
 
 import forked
 import pytest
+import traced_once
 
 # TensorFlow's notes on its start would stand between the tests' own output.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# Time would go into making code quick that runs a few times.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import kmem
 from kmem.base import building
@@ -23,6 +26,9 @@ if HAS_COMPILER:
     native.allocator()
 # Between the steps of a dry run: enough for the threads of small models.
 tuning.PAUSE_SECONDS = 0.005
+traced_once.install()
+# TensorFlow makes many objects in a trace, and few of them are garbage.
+gc.set_threshold(10_000, 20, 20)
 
 
 # The files that take longest, in that order: they begin first, so that no

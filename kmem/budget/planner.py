@@ -23,6 +23,7 @@ from kmem.budget.correction import Learned
 from kmem.budget.dry_run import Measurement
 from kmem.fit.mechanisms import as_in_a_step
 from kmem.fit.session import Session
+from kmem.fit.undoing import Changes
 from kmem.graph import control
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
@@ -39,7 +40,6 @@ from kmem.sharding import agreeing
 from kmem.sharding.engine import Engine
 from kmem.step import batches
 from kmem.step import updates
-from kmem.step.accumulation import build_optimizer
 from kmem.step.capture import DiscardedState
 
 _learned: dict[tuple, Learned] = {}
@@ -185,8 +185,7 @@ def make_plan(
         )
     if model.compiled:
         # Its variables are in memory in every step.
-        with model.distribute_strategy.scope():
-            build_optimizer(model.optimizer, model.trainable_variables)
+        Changes(model, model.optimizer).build()
     gc.collect()
     in_use = agreeing.highest(group, in_use_bytes(model, batch, options))
     learned = _learned.pop(key, None)

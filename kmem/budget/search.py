@@ -31,6 +31,7 @@ from kmem.budget.trial import Trial
 from kmem.budget.trial import longest_in_turns
 from kmem.fit.mechanisms import with_chunks
 from kmem.fit.session import Session
+from kmem.fit.undoing import Changes
 from kmem.options import MemoryOptions
 from kmem.options import MixedPrecision
 from kmem.options import Sharding
@@ -38,7 +39,6 @@ from kmem.planning.flat import Point
 from kmem.sharding import agreeing
 from kmem.sharding import refusals
 from kmem.step import batches
-from kmem.step.accumulation import build_optimizer
 
 # How many plans are run for one number of micro-batches.
 _MAX_PLANS = tuning.MAX_ATTEMPTS // 2
@@ -72,8 +72,7 @@ def choose(
     """
     planner.build(model, batch)
     # Its variables are in memory in every step.
-    with model.distribute_strategy.scope():
-        build_optimizer(model.optimizer, model.trainable_variables)
+    Changes(model, model.optimizer).build()
     gc.collect()
     given = dataclasses.replace(options, memory_budget=None, allow=())
     is_counted = memory.is_counted()

@@ -240,7 +240,8 @@ class Session:
     def test_step(self) -> Callable:
         """Takes a step of validation, with a batch."""
         concerned = any("test" in each.kinds for each in self._mechanisms)
-        return self._test if concerned else self._steps["test"]
+        evaluate = functools.partial(self._evaluate, "test")
+        return evaluate if concerned else self._steps["test"]
 
     def layers_that_differ(self, spec: Any) -> list[keras.layers.Layer]:
         """As in `GradientStep`, of a batch as `tf.TensorSpec`s."""
@@ -259,7 +260,6 @@ class Session:
         if self._made:
             return
         functions = {}
-        steps = self._train, self._test, self._predict
         names = [f"{kind}_function" for kind in _KINDS]
         before = {
             name: getattr(model, name)
@@ -268,13 +268,15 @@ class Session:
         try:
             if not (self.options.allows_xla and self.step.allows_xla):
                 model.jit_compile = False
-            for kind, name, step in zip(_KINDS, names, steps, strict=True):
+            for kind, name in zip(_KINDS, names, strict=True):
                 concerned = [each for each in mechanisms if kind in each.kinds]
                 if not concerned:
                     continue
                 model.run_eagerly = before["run_eagerly"] or any(
                     each.runs_eagerly for each in concerned
                 )
+                evaluate = functools.partial(self._evaluate, kind)
+                step = self._train if kind == "train" else evaluate
                 with patching.attribute(model, f"{kind}_step", step):
                     getattr(model, f"make_{name}")(force=True)
                 function = getattr(model, name)
@@ -290,7 +292,8 @@ class Session:
         take: Callable = self._take_step
         for each in reversed(self._mechanisms):
             take = functools.partial(each.take, take)
-        logs = take(keras.tree.map_structure(_as_tensor, data))
+        with tf.variable_creator_scope(_made_at_once):
+            logs = take(keras.tree.map_structure(_as_tensor, data))
         releasing.forget_gradients()
         if self._warns:
             self._warns = False
@@ -303,18 +306,23 @@ class Session:
         with patching.together(each.updating() for each in self._mechanisms):
             return self.step.update(computed)
 
-    def _test(self, data):
+    def _evaluate(self, kind: str, data):
         with self._computing(training=False):
-            return self._steps["test"](data)
-
-    def _predict(self, data):
-        with self._computing(training=False):
-            return self._steps["predict"](data)
+            return self._steps[kind](data)
 
     def _computing(self, training: bool) -> Context:
         return patching.together(
             each.computing(training) for each in self._mechanisms
         )
+
+
+def _made_at_once(make: Callable, **arguments):
+    """Makes a variable outside of a step, which is traced twice otherwise."""
+    if not callable(arguments["initial_value"]):
+        return make(**arguments)  # The step may have computed it.
+    arguments["experimental_enable_variable_lifting"] = False
+    with tf.init_scope():
+        return make(**arguments)
 
 
 def compiled_state(model) -> tuple:

@@ -204,12 +204,8 @@ class _Pending:
 
     def __init__(self, batch: BatchGradient, processes: Alone):
         self.variables = batch.variables
-        self.num_batches = tf.Variable(
-            tf.zeros([], tf.int32),
-            trainable=False,
-            synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        )
+        first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        self.num_batches = _accumulator([], tf.int32, first)
         self._shapes = [
             tuple(processes.summed_shape(v)) for v in batch.variables
         ]
@@ -283,13 +279,13 @@ class _Pending:
                     yield variable, shape
 
 
-def _accumulator(shape, dtype) -> tf.Variable:
+def _accumulator(shape, dtype, aggregation=None) -> tf.Variable:
     return tf.Variable(
-        tf.zeros(shape, dtype),
+        lambda: tf.zeros(shape, dtype),
         shape=_UNKNOWN,
         trainable=False,
         synchronization=tf.VariableSynchronization.ON_READ,
-        aggregation=tf.VariableAggregation.SUM,
+        aggregation=aggregation or tf.VariableAggregation.SUM,
     )
 
 

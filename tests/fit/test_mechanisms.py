@@ -314,6 +314,35 @@ def test_an_input_pipeline_holds_the_arrays_and_a_few_batches():
     assert pipeline.in_hand_bytes((tf.zeros((10, 4)), x)) == 160
 
 
+@pytest.mark.parametrize(
+    "options, num_traces",
+    [
+        ({"mixed_precision": "bfloat16"}, 1),
+        # Once more for what a loss divides by.
+        ({"gradient_accumulation_steps": 2}, 2),
+        ({"microbatches": 2}, 2),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else None,
+)
+def test_a_step_that_makes_variables_is_traced_once(options, num_traces):
+    """Those of the optimizer, of metrics and of sums; Keras alone traces such
+    a step twice."""
+    traces = []
+
+    class Counts(keras.Sequential):
+        def compute_loss(self, *args, **kwargs):
+            traces.append(tf.executing_eagerly())
+            return super().compute_loss(*args, **kwargs)
+
+    model = Counts([keras.Input((4,)), layers.Dense(2), layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"])
+    x = np.ones((ROWS, 4), "float32")
+
+    kmem.wrap(model).fit(x, x[:, :1], batch_size=4, verbose=0, **options)
+
+    assert traces == [False] * num_traces
+
+
 def test_what_cannot_work_is_refused_before_anything_is_changed(model):
     options = kmem.MemoryOptions(dtr=True)
     requirements.check(model, options)

@@ -53,12 +53,6 @@ LISTED: list[Listed] = [
         why="a group of batches ends with its epoch, and the epochs differ",
         sets=_ACCUMULATION,
     ),
-    Listed(
-        "trainers/*::test_retracing",
-        says="not less than or equal to",
-        why="TensorFlow traces a step again that makes variables: the sums",
-        sets=_ACCUMULATION,
-    ),
     *(
         Listed(
             test,

@@ -10,6 +10,7 @@ import cases
 import keras
 import numpy as np
 import tensorflow as tf
+import traced_once
 from keras import layers
 from reference import log_error
 from reference import relative_error
@@ -18,6 +19,7 @@ from reference import train
 
 import kmem
 
+traced_once.install()
 # One of each mechanism, under one option: a case takes some seconds.
 CASES = {
     "microbatches": ("plain",),

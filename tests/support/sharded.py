@@ -8,6 +8,7 @@ import cases
 import keras
 import numpy as np
 import tensorflow as tf
+import traced_once
 from keras import layers
 from reference import relative_error
 from reference import state
@@ -29,6 +30,7 @@ def built(case):
     return make
 
 
+traced_once.install()
 # Python need not look through TensorFlow itself at each of its collections.
 gc.freeze()
 
