@@ -202,7 +202,7 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
             time.perf_counter()
         )
     )
-    with _limited(item), _sampling(result), _quiet(item is PLAIN):
+    with _limited(item), _sampling(result), _quiet(item in (PLAIN, BUDGET)):
         try:
             history = model.fit(
                 x,
@@ -241,7 +241,7 @@ def _limited(item: Run) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet(quiet: bool) -> Iterator[None]:
-    """Keeps TensorFlow's warnings of an error that is meant to the error."""
+    """Hides TensorFlow's warnings of an error that is meant, or undone."""
     if not quiet:
         yield
         return
