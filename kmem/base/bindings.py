@@ -112,6 +112,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "kmem_open_watermark": (ctypes.c_int, _DEVICE),
     "kmem_watermark": (_INT, _DEVICE, ctypes.c_int),
     "kmem_close_watermark": (None, _DEVICE, ctypes.c_int),
+    "kmem_keep_places": (_INT, _TEXT),
+    "kmem_forget_places": (None, _INT),
     "kmem_dtr_register": (ctypes.c_bool, _POINTER, _TEXT, _INT),
     "kmem_dtr_new_session": (_POINTER, _POINTER, _TEXT, _OPTIONS),
     "kmem_dtr_delete_session": (None, _POINTER),

@@ -144,6 +144,11 @@ def keep_apart(op: tf.Operation) -> None:
     op._set_attr("_grappler_do_not_remove", value)
 
 
+def set_graph(op: tf.Operation, number: int) -> None:
+    """Says to which graph an operation belongs. graph/test_keeping_order.py"""
+    op._set_attr("_kmem_graph", tf.compat.v1.AttrValue(i=number))
+
+
 def run_one_by_one(loop: tf.Operation) -> None:
     """Has a loop begin an iteration after the last one's end.
     graph/test_one_by_one.py"""

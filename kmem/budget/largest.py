@@ -145,7 +145,9 @@ class _Steps:
 
     def __init__(self, model: keras.Model, data: Any, options: MemoryOptions):
         self._batch = batches.specs_of(data)
-        self._session = Session(model, options)
+        # Without an option plain Keras trains, in any order.
+        ordered = options != MemoryOptions()
+        self._session = Session(model, options, ordered=ordered)
         self._step = any_size(self._session, self._batch)
         self._test = _any_size_test(model, self._batch)
         self.num_runs = 0

@@ -63,7 +63,7 @@ class Run:
 UNLIMITED = Run("Keras, no limit", limited=False)
 PLAIN = Run("Keras")
 BUDGET = Run('memory_budget="64MB"', {"memory_budget": STEP_BYTES})
-PLANNED = Run("remat=0.7", {"remat": 0.7})
+PLANNED = Run('remat="64MB"', {"remat": STEP_BYTES})
 EVICTING = Run('dtr="64MB"', {"dtr": STEP_BYTES})
 MICRO = Run("microbatches=8", {"microbatches": 8})
 ROUNDED = Run(

@@ -29,6 +29,7 @@ from kmem.fit.mechanisms import WholeStep
 from kmem.fit.mechanisms import in_chunks
 from kmem.fit.undoing import Changes
 from kmem.fit.undoing import Undoing
+from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.keras_graph.recording import Recording
 from kmem.options import MemoryOptions
@@ -57,6 +58,8 @@ class Session:
         is_users: Whether a user trains: a step that fails is undone then, and
             layers that see parts of batches are named.
         recording: What the plan was made from, if that was just now.
+        ordered: Whether a step runs its operations in one order, and so
+            needs the same memory each time.
 
     Raises:
         ValueError: If the model is not compiled, or an option cannot work
@@ -70,6 +73,7 @@ class Session:
         plan: Plan | None = None,
         is_users: bool = False,
         recording: Recording | None = None,
+        ordered: bool = True,
     ):
         requirements.check(model, options)
         if is_users and model.jit_compile and not options.allows_xla:
@@ -78,6 +82,7 @@ class Session:
         self.options = options
         self._compiled = compiled_state(model)
         self._warns = is_users
+        self._ordered = ordered
         self._steps = {k: getattr(model, f"{k}_step") for k in _KINDS}
         self._made: dict[str, Callable] = {}
         # By name: what is on the model, and what was there before.
@@ -304,7 +309,10 @@ class Session:
         with self._computing(training=True):
             computed = self.step.compute(data)
         with patching.together(each.updating() for each in self._mechanisms):
-            return self.step.update(computed)
+            logs = self.step.update(computed)
+        if self._ordered:
+            ordering.keep_order()
+        return logs
 
     def _evaluate(self, kind: str, data):
         with self._computing(training=False):

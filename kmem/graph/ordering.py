@@ -9,7 +9,8 @@ stages: up to a weight gradient, then what else came with it, one large array
 after another. A weight gradient and the first of what does not lead to it run
 side by side: one at a time, processors would wait at the end of every stage.
 What it does not do: order a forward pass, or a recomputation within itself,
-where TensorFlow fuses operations that nothing has to wait for; reach loops
+where TensorFlow fuses operations that nothing has to wait for (where the native
+library is there, `keep_order` gives the whole step one order); reach loops
 within functions that are traced by themselves. XLA goes by other things: see
 `control`.
 """
@@ -25,6 +26,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kmem.base import native
 from kmem.base import private_tf
 from kmem.graph import control
 from kmem.graph import fusion
@@ -139,6 +141,24 @@ def needed(graph: tf.Graph, ops: Iterable[tf.Operation]) -> list[tf.Operation]:
     """
     ancestors = _ancestors(ops)
     return _sorted([op for op in graph.get_operations() if op in ancestors])
+
+
+def keep_order() -> None:
+    """Has the step that was traced into the current graph run its operations
+    one after another in the order of `needed`; nothing in eager mode.
+
+    Their names go to the native library, if it is there: its pass over the
+    graph that runs finds them (custom_ops/order).
+    """
+    graph = current_graph()
+    if graph is None or control.in_xla() or not native.is_registered():
+        return
+    library, ops = native.allocator(), _sorted(graph.get_operations())
+    names = "\n".join(op.name for op in ops)
+    number = library.kmem_keep_places(names.encode())
+    weakref.finalize(graph, library.kmem_forget_places, number)
+    for op in ops:
+        private_tf.set_graph(op, number)
 
 
 def chain(ops: Iterable[tf.Operation]) -> None:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from kmem import memory
 from kmem.base.sizes import format_size
+from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.keras_graph import profiling
 from kmem.multilevel import feeding
@@ -316,7 +317,9 @@ class Program(keras.Model):
         for level in self.levels:
             level.steps.clear()
         releasing.forget_gradients()
-        return self.get_metrics_result()
+        logged = self.get_metrics_result()
+        ordering.keep_order()
+        return logged
 
     def get_metrics_result(self) -> dict[str, Any]:
         """The logs so far, the means of what levels and solvers note."""

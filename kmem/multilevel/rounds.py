@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
+from kmem.graph import ordering
 from kmem.multilevel import updates
 from kmem.multilevel.derivatives import Tensors
 from kmem.multilevel.level import Level
@@ -143,6 +144,7 @@ class Round:
         def step(index):
             take(index)
             self.update(number)
+            ordering.keep_order()
             return (index + 1,)
 
         tf.while_loop(

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from kmem.graph import control
 from kmem.graph import fusion
+from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.graph.ordering import Order
 
@@ -108,7 +109,9 @@ class Parts:
                     return results
                 with graph.as_default():
                     totals[:] = [zeros(t.shape, t.dtype) for t in results]
-                return _added_in_order(totals, results, order())
+                sums = _added_in_order(totals, results, order())
+                ordering.keep_order()
+                return sums
 
             concrete = releasing.function(traced).get_concrete_function(
                 self.spec, number, *specs

@@ -16,12 +16,7 @@ TRAIN = """
         kmem.memory.limit({pool}, device="CPU", pool=True)
     import keras
     import numpy as np
-    import tensorflow as tf
     from keras import layers
-
-    # With more threads operations end in another order now and then, and a
-    # step may need more than any that was seen.
-    tf.config.threading.set_inter_op_parallelism_threads(1)
 
     keras.utils.set_random_seed(0)
     stack = [keras.Input((32, 32, 1))]
