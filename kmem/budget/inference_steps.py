@@ -121,7 +121,9 @@ class InferenceSteps:
     def _function(self, kind: str, batch: Any, count: int) -> Callable:
         """Takes a step with a batch of any number of examples."""
         spec = batches.with_rows(batches.specs_of(batch), None)
-        key = kind, count, repr(spec)
+        # Where none are recorded, a graph has no operations that write them.
+        writes = bool(tf.summary.should_record_summaries())
+        key = kind, count, repr(spec), writes
         if key not in self._functions:
             self._functions[key] = self._new_function(kind, spec, count)
         return self._functions[key]

@@ -66,9 +66,14 @@ class _Bucket:
     reader: undoing.Reader | None = None
     # The `repr` of what `fit` knows of its batches, and a function of one.
     function: tuple[str, Callable] | None = None
+    # Whether what the search traced, without summaries, is traced again.
+    writes_summaries: bool = False
 
     def step(self, spec: Any) -> Callable:
         """Takes a step with a batch, of which `fit` knows this."""
+        if not self.writes_summaries and tf.summary.should_record_summaries():
+            self.writes_summaries, self.function = True, None
+            self.session.trace_again()
         if self.function is None or self.function[0] != repr(spec):
             self.function = repr(spec), self.session.on_batch(spec)
         return self.function[1]

@@ -248,6 +248,10 @@ class Session:
         evaluate = functools.partial(self._evaluate, "test")
         return evaluate if concerned else self._steps["test"]
 
+    def trace_again(self) -> None:
+        """Has `on_batch` make other functions than before."""
+        self._made = {}
+
     def layers_that_differ(self, spec: Any) -> list[keras.layers.Layer]:
         """As in `GradientStep`, of a batch as `tf.TensorSpec`s."""
         step: Any = self.step

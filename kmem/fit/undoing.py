@@ -106,10 +106,12 @@ class State:
 
 @contextlib.contextmanager
 def unchanged(variables: list, metrics: list) -> Iterator[None]:
-    """Gives back what steps change in a block of code; see `State`."""
+    """Gives back what steps change in a block of code; see `State`. They
+    write no summaries for TensorBoard."""
     state = State(variables, metrics)
     try:
-        yield
+        with tf.summary.record_if(False):
+            yield
     finally:
         state.restore()
 

@@ -83,7 +83,7 @@ LISTED: list[Listed] = [
         "models/*::test_required_none_raises_in_fit",
         says="`remat` must be a `kmem.Plan`",
         why="the test wants another error, which comes later",
-        sets=("remat", "microbatches_and_remat"),
+        sets=("remat", "remat_roomy", "microbatches_and_remat"),
     ),
 ]
 
