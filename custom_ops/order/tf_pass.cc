@@ -7,7 +7,7 @@
 // result depends on the order.
 //
 // Only places that follow from what operations read are used: so there is no
-// cycle, also where a step is spread over devices. An operation that was made
+// cycle. A graph of several devices is left alone. An operation that was made
 // since the trace comes right after what it reads. What runs within one branch,
 // or one iteration of a loop, is in an order of its own. Collective operations
 // go on beside others.
@@ -245,7 +245,11 @@ class InOneOrder : public tensorflow::GraphOptimizationPass {
  public:
   absl::Status Run(
       const tensorflow::GraphOptimizationPassOptions& options) override {
-    if (options.partition_graphs == nullptr) return absl::OkStatus();
+    // Devices that wait for each other could not tell whose turn it is.
+    if (options.partition_graphs == nullptr ||
+        options.partition_graphs->size() > 1) {
+      return absl::OkStatus();
+    }
     for (auto& [name, graph] : *options.partition_graphs) {
       TF_RETURN_IF_ERROR(Order(graph.get()).Run());
     }

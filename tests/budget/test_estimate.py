@@ -229,7 +229,11 @@ def test_it_prints_itself(tmp_path, capsys):
     printed = capsys.readouterr().out
     batch = tf.TensorSpec((1000000, 8)), tf.TensorSpec((1000000, 4))
     estimate = kmem.estimate(model, batch)
-    assert printed == f"{estimate.summary()}\ndrawn: {picture}\n"
+    # Scopes of a second optimizer have a number.
+    expected = f"{estimate.summary()}\ndrawn: {picture}\n"
+    assert re.sub(r"\badam_\d+/ *", "adam/", printed).split() == (
+        re.sub(r"\badam_\d+/ *", "adam/", expected).split()
+    )
     assert "svg" in picture.read_text()
     assert "microbatches=8" in printed
     assert estimate._repr_html_().startswith("<pre>a step of 1000000 examples")

@@ -58,7 +58,7 @@ def _trained(make_model, shape, options):
 @pytest.mark.parametrize(
     "options",
     [
-        kmem.MemoryOptions(remat=0.7),
+        kmem.MemoryOptions(remat="auto"),
         kmem.MemoryOptions(remat="1GB"),
         kmem.MemoryOptions(microbatches=2),
         kmem.MemoryOptions(microbatches=2, remat="auto"),

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 
 import pytest
@@ -426,6 +427,10 @@ def test_each_rank_has_a_gpu(monkeypatch):
         launch(main, 3)
 
 
+# Neither imported nor copied by another process.
+UNCOPIED = functools.partial(print, threading.Lock())
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -434,7 +439,7 @@ def test_each_rank_has_a_gpu(monkeypatch):
         ({"restarts": -1}, "`restarts` must be an integer, 0 or more"),
         ({"network": "lan"}, "`network` must be one of 'private', 'host'"),
         ({"grace_seconds": -1.0}, "`grace_seconds` must be a number of"),
-        ({"main": lambda: None}, "`main` must be a function of a module"),
+        ({"main": UNCOPIED}, "`main` must be a function of a module"),
     ],
 )
 def test_what_cannot_be_launched_is_refused(arguments, message):
