@@ -22,6 +22,7 @@ from kmem.base.checks import is_integer
 from kmem.base.checks import is_real
 from kmem.base.checks import one_of
 from kmem.base.checks import positive_int
+from kmem.base.checks import require
 from kmem.launching import cluster
 from kmem.launching import ranks
 from kmem.launching.ranks import RankFailed as RankFailed
@@ -166,7 +167,10 @@ def _function_task(main: Callable) -> dict:
     if not any(name.startswith("init_main") for name in preparation):
         # A notebook: no file to import `main` from. kmem comes first, to join
         # the others before an operation of TensorFlow makes what `main` uses.
-        pickler, content = _cloudpickle(), functools.partial(_call, main)
+        subject = "To launch a function of a notebook"
+        require(subject, "notebook", "cloudpickle")
+        pickler = importlib.import_module("cloudpickle")
+        content = functools.partial(_call, main)
     try:
         function = pickler.dumps(content)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -176,16 +180,6 @@ def _function_task(main: Callable) -> dict:
             f"Received: main={main!r} ({error})"
         ) from error
     return {"function": function, "preparation": preparation}
-
-
-def _cloudpickle() -> Any:
-    try:
-        return importlib.import_module("cloudpickle")
-    except ImportError as error:
-        raise ImportError(
-            "To launch a function of a notebook needs cloudpickle: "
-            'pip install "kmem[notebook]"'
-        ) from error
 
 
 def _call(main: Callable) -> Any:

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "../memory/evictor.h"
+#include "../memory/export.h"
 #include "tensorflow/c/eager/tfe_tensorhandle_internal.h"
 #include "tensorflow/core/common_runtime/eager/custom_device.h"
 #include "tf_session.h"
@@ -119,8 +120,6 @@ bool ShallPin(const TFE_Op*, TF_Status*) {
 
 // What Python calls, as declared in kmem/base/bindings.py.
 extern "C" {
-
-#define KMEM_EXPORT __attribute__((visibility("default")))
 
 using SessionPtr = std::shared_ptr<kmem::dtr::Session>;
 

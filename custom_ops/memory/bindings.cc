@@ -7,13 +7,12 @@
 
 #include "cpu.h"
 #include "device_memory.h"
+#include "export.h"
 #include "gpu.h"
 #include "host_allocator.h"
 #include "replay.h"
 
 extern "C" {
-
-#define KMEM_EXPORT __attribute__((visibility("default")))
 
 struct KmemStats {
   int64_t in_use;

@@ -5,6 +5,8 @@
 #include <mutex>
 #include <sstream>
 
+#include "../memory/export.h"
+
 namespace kmem {
 namespace {
 
@@ -37,8 +39,6 @@ std::shared_ptr<const Places> PlacesOf(int64_t graph) {
 }
 
 }  // namespace kmem
-
-#define KMEM_EXPORT __attribute__((visibility("default")))
 
 extern "C" {
 

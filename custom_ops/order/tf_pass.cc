@@ -150,20 +150,14 @@ class Order {
       before = kNone;
     }
     if (node->IsExit()) before = entered_[FrameOf(node)];
-    const double place = PlaceOf(node);
-    const bool runs = Runs(node);
-    if (place > before) {
-      before = place;
-    } else if (place != kNone || before == kNone || !runs) {
-      before_[node->id()] = before;
-      return;
-    } else {
-      before += kNext;
-    }
     before_[node->id()] = before;
-    if (runs) {
-      rows_[{FrameOf(node), branches_[node->id()]}].push_back({before, node});
-    }
+    if (!Runs(node)) return;
+    double place = PlaceOf(node);
+    if (place == kNone && before != kNone) place = before + kNext;
+    // One that now reads what was traced later has no place of its own.
+    if (place <= before) return;
+    before_[node->id()] = place;
+    rows_[{FrameOf(node), branches_[node->id()]}].push_back({place, node});
   }
 
   // Every array that enters a branch has a `Switch` of its own.
@@ -191,7 +185,6 @@ class Order {
   }
 
   double PlaceOf(const Node* node) const {
-    if (!Runs(node)) return kNone;
     for (const auto& [number, traced] : traced_) {
       if (traced.places == nullptr) continue;
       for (const auto& [prefix, name] : Splits(node->name())) {
@@ -211,8 +204,7 @@ class Order {
         "Reshape",    "Shape",    "ShapeN",    "Size", "Squeeze",
     };
     return node->IsOp() && !node->IsControlFlow() && !node->IsConstant() &&
-           !node->IsArg() && !node->IsRetval() && !node->IsSend() &&
-           !node->IsRecv() && !node->IsCollective() &&
+           !node->IsArg() && !node->IsRetval() && !node->IsCollective() &&
            kAtOnce->count(node->type_string()) == 0;
   }
 
@@ -247,13 +239,10 @@ class InOneOrder : public tensorflow::GraphOptimizationPass {
       const tensorflow::GraphOptimizationPassOptions& options) override {
     // Devices that wait for each other could not tell whose turn it is.
     if (options.partition_graphs == nullptr ||
-        options.partition_graphs->size() > 1) {
+        options.partition_graphs->size() != 1) {
       return absl::OkStatus();
     }
-    for (auto& [name, graph] : *options.partition_graphs) {
-      TF_RETURN_IF_ERROR(Order(graph.get()).Run());
-    }
-    return absl::OkStatus();
+    return Order(options.partition_graphs->begin()->second.get()).Run();
   }
 };
 

@@ -1,7 +1,8 @@
 """What the fields of options may hold: checks that name the field, and say
-what was received.
+what was received. And whether the packages of an extra are there.
 """
 
+import importlib.util
 import math
 import numbers
 
@@ -81,3 +82,14 @@ def budget(value, name: str) -> int | float:
             )
         return float(value)
     return parse_size(value, name)
+
+
+def require(subject: str, extra: str, *packages: str) -> None:
+    """Raises an `ImportError` that says which packages of an extra to install
+    if they are missing."""
+    missing = [p for p in packages if importlib.util.find_spec(p) is None]
+    if missing:
+        names = " and ".join(missing).replace("sklearn", "scikit-learn")
+        raise ImportError(
+            f'{subject} needs {names}: pip install "kmem[{extra}]"'
+        )

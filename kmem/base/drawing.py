@@ -7,11 +7,11 @@ colour-blind people can tell apart.
 """
 
 import html
-import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 from typing import Any
 
+from kmem.base import checks
 from kmem.base.sizes import format_size
 
 if TYPE_CHECKING:
@@ -51,19 +51,11 @@ class Shown:
 
 def new_figure(subject: str) -> "Figure":
     """An empty figure, or an ImportError that names the subject."""
-    require("matplotlib", f"Drawing {subject}", "plot")
+    checks.require(f"Drawing {subject}", "plot", "matplotlib")
     # Not by way of pyplot, whose backend is the program's own choice.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(10, 5.8), layout="constrained")
-
-
-def require(package: str, subject: str, extra: str) -> None:
-    """Raises an ImportError that tells how to get a package."""
-    if importlib.util.find_spec(package) is None:
-        raise ImportError(
-            f'{subject} needs {package}: pip install "kmem[{extra}]"'
-        )
 
 
 def scale(highest_bytes: float) -> tuple[float, str]:

@@ -176,8 +176,8 @@ class Step:
 
         def trace(optimizer):
             with patching.attribute(model, "optimizer", optimizer):
-                take = Session(model, MemoryOptions()).on_batch()
-                run = batches.of_leaves(take, specs)
+                session = Session(model, MemoryOptions(), ordered=False)
+                run = batches.of_leaves(session.on_batch(), specs)
                 function = releasing.function(run, input_signature=leaves)
                 return function.get_concrete_function().graph
 

@@ -85,8 +85,8 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     text = "Compile the native library now rather than at the next import"
     more = ". It needs a C++ compiler: $CXX, g++ or clang++."
     build = add("build", _build, text, more, "build --force")
-    help = "Compile even if that has been done."
-    build.add_argument("--force", action="store_true", help=help)
+    force = "Compile even if that has been done."
+    build.add_argument("--force", action="store_true", help=force)
     text = "Show, or clear, what kmem keeps on disk"
     more = (
         ": the native library, as it was compiled for each TensorFlow. "

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from typing import Any
 
+from kmem.base import checks
 from kmem.base import drawing
 from kmem.base import native
 from kmem.commands import arguments
@@ -114,8 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the demonstration; 0 if everything went as it should."""
-    for package in ("sklearn", "matplotlib"):
-        drawing.require(package, "It", "demo")
+    checks.require("it", "demo", "sklearn", "matplotlib")
     # Before the first TensorFlow operation, and compiled first if need be.
     native.allocator()
     data = _digits()

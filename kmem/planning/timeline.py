@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kmem.base import checks
 from kmem.base import drawing
 from kmem.base.sizes import format_size
 
@@ -127,7 +128,7 @@ def figure(timeline: Timeline) -> "Figure":
 
 def _page(timeline: Timeline) -> str:
     """What timeline.html says, with plotly and the numbers in it."""
-    drawing.require("plotly", "A page", "html")
+    checks.require("A page", "html", "plotly")
     from plotly import offline
 
     edges, kinds, at, title = timeline._curves()

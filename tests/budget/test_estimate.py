@@ -222,6 +222,8 @@ def test_it_prints_itself(tmp_path, capsys):
     path = tmp_path / "model.keras"
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     model.compile("adam", "mse")
+    # As that of the model that is loaded.
+    model.optimizer.build(model.trainable_variables)
     model.save(path)
     picture = tmp_path / "step.svg"
     words = ["--batch", "1000000", "--plot", str(picture)]
@@ -229,11 +231,7 @@ def test_it_prints_itself(tmp_path, capsys):
     printed = capsys.readouterr().out
     batch = tf.TensorSpec((1000000, 8)), tf.TensorSpec((1000000, 4))
     estimate = kmem.estimate(model, batch)
-    # Scopes of a second optimizer have a number.
-    expected = f"{estimate.summary()}\ndrawn: {picture}\n"
-    assert re.sub(r"\badam_\d+/ *", "adam/", printed).split() == (
-        re.sub(r"\badam_\d+/ *", "adam/", expected).split()
-    )
+    assert printed == f"{estimate.summary()}\ndrawn: {picture}\n"
     assert "svg" in picture.read_text()
     assert "microbatches=8" in printed
     assert estimate._repr_html_().startswith("<pre>a step of 1000000 examples")

@@ -109,7 +109,10 @@ def test_what_is_missing_is_named(monkeypatch, capsys):
     assert cli.main(["demo"]) == 1
     output, errors = capsys.readouterr()
     assert output == ""
-    assert errors == ('kmem demo: It needs sklearn: pip install "kmem[demo]"\n')
+    assert errors == (
+        "kmem demo: it needs scikit-learn and matplotlib: "
+        'pip install "kmem[demo]"\n'
+    )
 
 
 def test_a_folder_that_does_not_exist_is_refused_at_once(tmp_path, capsys):

@@ -427,10 +427,6 @@ def test_each_rank_has_a_gpu(monkeypatch):
         launch(main, 3)
 
 
-# Neither imported nor copied by another process.
-UNCOPIED = functools.partial(print, threading.Lock())
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -439,10 +435,14 @@ UNCOPIED = functools.partial(print, threading.Lock())
         ({"restarts": -1}, "`restarts` must be an integer, 0 or more"),
         ({"network": "lan"}, "`network` must be one of 'private', 'host'"),
         ({"grace_seconds": -1.0}, "`grace_seconds` must be a number of"),
-        ({"main": UNCOPIED}, "`main` must be a function of a module"),
+        ({"main": lambda: None}, "`main` must be a function of a module"),
     ],
 )
-def test_what_cannot_be_launched_is_refused(arguments, message):
+def test_what_cannot_be_launched_is_refused(arguments, message, monkeypatch):
+    # What a script has is imported; a notebook's lambda is copied.
+    script = types.ModuleType("__main__")
+    script.__file__ = __file__
+    monkeypatch.setitem(sys.modules, "__main__", script)
     with pytest.raises(ValueError, match=message):
         launch(**{"main": os.getpid, **arguments})
 
@@ -454,6 +454,13 @@ def test_a_notebook_without_cloudpickle_is_told_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ImportError, match=r'pip install "kmem\[notebook\]"'):
         launch(os.getpid, 1)
+
+
+def test_what_cannot_be_copied_from_a_notebook_is_refused(monkeypatch):
+    pytest.importorskip("cloudpickle")
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    with pytest.raises(ValueError, match="can import or copy.*lock"):
+        launch(functools.partial(print, threading.Lock()), 1)
 
 
 @pytest.mark.parametrize(

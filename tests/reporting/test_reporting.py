@@ -116,6 +116,8 @@ def test_a_step_has_the_peak_and_the_time_that_were_predicted(choice, count):
     step = steps.step_of(REPORT, choice, GRAPHS)
     total = sum(step.kinds.values())
     assert total.max() == choice.predicted_peak_bytes
+    assert set(step.kinds["parameters"]) == {6 * MB}
+    assert step.kinds["workspace"][np.argmax(total)] > 0
     assert min(each.min() for each in step.kinds.values()) >= 0
     assert step.seconds[-1] == pytest.approx(choice.predicted_seconds)
     schedule = PLAN.schedule if choice.plan else NETWORK.graph.program
