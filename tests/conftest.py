@@ -18,14 +18,11 @@ import kmem
 from kmem.base import building
 from kmem.base import cache
 from kmem.base import native
-from kmem.budget import tuning
 
 HAS_COMPILER = building.find_compiler() is not None
 
 if HAS_COMPILER:
     native.allocator()
-# Between the steps of a dry run: enough for the threads of small models.
-tuning.PAUSE_SECONDS = 0.005
 traced_once.install()
 # TensorFlow makes many objects in a trace, and few of them are garbage.
 gc.set_threshold(10_000, 20, 20)

@@ -30,15 +30,12 @@ class Learned:
     Attributes:
         chooser: Their plans.
         extra_bytes: What their steps need beyond what the drawing tells.
-        measured: The plans that were run, with the same for each, and how
-            much of it only some steps need.
+        measured: The plans that were run, with the same for each.
     """
 
     chooser: Chooser
     extra_bytes: int = 0
-    measured: dict[Point, tuple[int, int]] = dataclasses.field(
-        default_factory=dict
-    )
+    measured: dict[Point, int] = dataclasses.field(default_factory=dict)
 
 
 class Corrector:
@@ -89,12 +86,12 @@ class Corrector:
         if isinstance(asked, float):
             point = self._chooser.everything
             everything = self._measured(point, None, resident)
-            unplanned = everything.highest_peak_bytes
+            unplanned = everything.predicted_peak_bytes
             if asked == 1:
                 # The peak that the share is one of.
                 return dataclasses.replace(everything, budget_bytes=unplanned)
             budget = int(asked * (unplanned + reserved))
-            resident = everything.resident_bytes + everything.spread_bytes
+            resident = everything.resident_bytes
         target = int(budget) - reserved
         best = self._within(target, resident)
         if best is None:
@@ -110,13 +107,13 @@ class Corrector:
         if self._mode != "xla" or self._run is None:
             return best
         # XLA orders operations itself: from some plan on, peaks stay the same.
-        low, high = point.peak_bytes, best.highest_peak_bytes - self._in_use
+        low, high = point.peak_bytes, best.predicted_peak_bytes - self._in_use
         for _ in range(tuning.MAX_ATTEMPTS // 2):
             if high - low <= tuning.DOUBT * high:
                 break
             drawn = (low + high) // 2
             plan = self._measured(self._point(drawn), None, resident)
-            if plan.highest_peak_bytes <= best.highest_peak_bytes:
+            if plan.predicted_peak_bytes <= best.predicted_peak_bytes:
                 best, low = plan, drawn
             else:
                 high = drawn
@@ -129,7 +126,7 @@ class Corrector:
         if known := self._known_within(target):
             point = min(known, key=lambda point: point.seconds)
             best = self._measured(point, budget, self._in_use)
-            if target - best.highest_peak_bytes <= tuning.DOUBT * budget:
+            if target - best.predicted_peak_bytes <= tuning.DOUBT * budget:
                 return best
         tried: set[tuple] = set()
         for attempt in range(tuning.MAX_ATTEMPTS):
@@ -148,15 +145,14 @@ class Corrector:
                 break
             tried.add(point.segments)
             plan = self._measured(point, budget, resident)
-            excess = plan.highest_peak_bytes - target
+            excess = plan.predicted_peak_bytes - target
             if excess <= 0:
                 if best is None or plan.slowdown < best.slowdown:
                     best = plan
                 if not plan.segments or -excess <= tuning.DOUBT * budget:
                     break
             # The more attempts have failed, the more is left free.
-            resident = plan.resident_bytes + plan.spread_bytes
-            resident += attempt * max(excess, 0)
+            resident = plan.resident_bytes + attempt * max(excess, 0)
         return best
 
     def _bounds(self, target: int) -> tuple[int, int | None]:
@@ -173,7 +169,7 @@ class Corrector:
         """The plans that stayed within a target, with what is in use now."""
         return [
             point
-            for point, (extra, _) in self._learned.measured.items()
+            for point, extra in self._learned.measured.items()
             if point.peak_bytes + extra + self._in_use <= target
         ]
 
@@ -189,7 +185,7 @@ class Corrector:
     ) -> InfeasibleBudget:
         drawn = self._chooser.smallest.peak_bytes
         measured = self._learned.measured.items()
-        peaks = [point.peak_bytes + extra for point, (extra, _) in measured]
+        peaks = [point.peak_bytes + extra for point, extra in measured]
         smallest = min(peaks, default=drawn)
         bound = min(peak_lower_bound(self._chooser.network.graph), drawn)
         bound = min(bound + self._learned.extra_bytes, smallest)
@@ -215,13 +211,11 @@ class Corrector:
                 peak += int(tuning.DOUBT * point.peak_bytes)
                 measurement = Measurement(peak, math.inf)
             extra = measurement.peak_bytes - point.peak_bytes - self._in_use
-            self._learned.measured[point] = extra, measurement.spread_bytes
-        extra, spread = self._learned.measured[point]
-        self._learned.extra_bytes = extra
-        resident = self._in_use + extra - spread
-        return self._drawn(point, budget, resident, spread)
+            self._learned.measured[point] = extra
+        self._learned.extra_bytes = extra = self._learned.measured[point]
+        return self._drawn(point, budget, self._in_use + extra)
 
-    def _drawn(self, point: Point, budget, resident, spread: int = 0) -> Plan:
+    def _drawn(self, point: Point, budget, resident) -> Plan:
         solver = self._chooser.solver
         within = point.peak_bytes if budget is None else budget - resident
         return Plan(
@@ -233,5 +227,4 @@ class Corrector:
             budget_bytes=budget,
             resident_bytes=resident,
             lower_bound_seconds=self._chooser.lower_bound_seconds(within),
-            spread_bytes=spread,
         )

@@ -32,24 +32,18 @@ class Measurement:
         peak_bytes: The (first) device's peak to count with, or the size of
             the pool in which it would have run.
         seconds: The time of the fastest step.
-        spread_bytes: How much more that is than any step needed: where few
-            had the highest peak, others may have a higher one.
         median_seconds: The time of the median step, if some were taken.
     """
 
     peak_bytes: int
     seconds: float
-    spread_bytes: int = 0
     median_seconds: float | None = None
 
     def agreed(self, group: Engine) -> "Measurement":
         """The same for all processes that train together: what the one takes
         that needs most. Their times are the same by now."""
-        return dataclasses.replace(
-            self,
-            peak_bytes=agreeing.highest(group, self.peak_bytes),
-            spread_bytes=agreeing.highest(group, self.spread_bytes),
-        )
+        peak_bytes = agreeing.highest(group, self.peak_bytes)
+        return dataclasses.replace(self, peak_bytes=peak_bytes)
 
 
 def dry_run(
@@ -116,15 +110,14 @@ def timed(step: Callable[..., Any], *arguments: Any) -> float:
 def measured(
     step: Callable[[], Any],
     group: Engine,
-    num_steps: int = tuning.NUM_STEPS,
     is_traced: bool = False,
 ) -> Measurement | None:
-    """Takes some steps, and measures them.
+    """Takes two steps, or more if these need other than one another, and
+    measures them.
 
     Args:
         step: Takes one.
         group: The processes that take them together.
-        num_steps: How many; fewer, but two, if they take long.
         is_traced: Whether the first one does not trace.
 
     Returns:
@@ -136,23 +129,21 @@ def measured(
         if not is_traced:
             # It may take memory that no other step does.
             timed(step)
-        while len(peaks) < num_steps:
-            if len(peaks) > 1 and sum(seconds) > tuning.ENOUGH_SECONDS:
-                break
-            time.sleep(tuning.PAUSE_SECONDS)
+        while len(peaks) < tuning.NUM_STEPS:
             with _needed() as need:
                 duration = timed(step)
             # They all have to take as many.
             seconds.append(agreeing.slowest(group, duration))
+            differs = need.num_bytes not in peaks[-1:]
             peaks.append(need.num_bytes)
+            is_long = len(peaks) > 1 and sum(seconds) > tuning.ENOUGH_SECONDS
+            if is_long or not agreeing.highest(group, int(differs)):
+                break
     except tf.errors.ResourceExhaustedError:
         return None
     # Where few have the highest peak, others may have a higher one.
-    spread_bytes = max(peaks) - int(statistics.median(peaks))
-    return Measurement(
-        *(max(peaks) + spread_bytes, min(seconds), spread_bytes),
-        statistics.median(seconds),
-    )
+    peak_bytes = 2 * max(peaks) - int(statistics.median(peaks))
+    return Measurement(peak_bytes, min(seconds), statistics.median(seconds))
 
 
 class _Need:

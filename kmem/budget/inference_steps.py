@@ -73,7 +73,7 @@ class InferenceSteps:
         before = memory.current()
         data = batches.random_data(batches.with_rows(batch, rows))
         measured = dry_run.measured(
-            lambda: self._run(kind, data, count), Engine(), num_steps=2
+            lambda: self._run(kind, data, count), Engine()
         )
         return None if measured is None else measured.peak_bytes - before
 

@@ -185,9 +185,7 @@ class Menu:
             _, line = self.trial(options, count)
             chooser = self._drawing(options).at(line.size, count > 1)
             drawn = chooser.everything.peak_bytes
-            more = (line.peak_bytes - drawn) / line.size
-            # Plain steps are in no order, which may take more.
-            self._extra[key] = min(more, 0) if count == 1 else more
+            self._extra[key] = (line.peak_bytes - drawn) / line.size
         return int(self._extra[key] * size)
 
     def learn(self, options: MemoryOptions, more: int) -> None:

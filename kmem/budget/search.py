@@ -304,12 +304,9 @@ class _Search:
         in_use, plan = self._menu.in_use, trial.plan
         peak = measurement.peak_bytes + in_use
         if plan is not None and point is not None:
-            spread = measurement.spread_bytes
             more = measurement.peak_bytes - point.peak_bytes
             self._menu.learn(options, more)
-            plan = dataclasses.replace(
-                plan, resident_bytes=in_use + more - spread, spread_bytes=spread
-            )
+            plan = dataclasses.replace(plan, resident_bytes=in_use + more)
         choice = Choice(
             *(options, peak, measurement.seconds, None, plan),
             measurement.median_seconds,

@@ -110,15 +110,13 @@ class Trial:
         self.session: Any = None
         self._step: Any = None
 
-    def measure(
-        self, size: int, num_steps: int = tuning.NUM_STEPS
-    ) -> Measurement | None:
+    def measure(self, size: int) -> Measurement | None:
         """What a step of the whole batch takes besides what is in memory, in
         micro-batches of a size; `None` if it ran out of memory."""
-        key = (*self._key, size, num_steps) if self._key else ()
+        key = (*self._key, size) if self._key else ()
         own = _measurements.get(key)
         if own is None:
-            own = self._run(size, num_steps)
+            own = self._run(size)
             if own is None:
                 return None
             if key:
@@ -147,7 +145,7 @@ class Trial:
         line = Line(1, 0, 0, math.inf, math.inf)
         size = 1
         while size <= most_size:
-            measurement = self.measure(size, num_steps=2)
+            measurement = self.measure(size)
             if measurement is None:
                 peak: float = max(line.peak_at(size), most_bytes + 1)
                 seconds = 2 * points[-1][2] if points else math.inf
@@ -168,14 +166,12 @@ class Trial:
         """How many examples a step in micro-batches of a size is given."""
         return min(self._num_rows, self._parts * size * self._group.size)
 
-    def _run(self, size: int, num_steps: int) -> Measurement | None:
+    def _run(self, size: int) -> Measurement | None:
         if not memory.is_counted():
             return self._drawn(size)
         is_traced = self.session is not None
         with self.ready(size) as step, dry_run.installed(self.session):
-            measured = dry_run.measured(
-                *(step, self._group, num_steps, is_traced)
-            )
+            measured = dry_run.measured(step, self._group, is_traced)
         gc.collect()
         if measured is None:
             return None

@@ -223,7 +223,7 @@ def _as_measured(chooser: Chooser, follow: Callable, in_use: int) -> Learned:
     if point is chooser.everything:
         drawn = learned.chooser.everything
         extra_bytes = step.peak_bytes - drawn.peak_bytes - in_use
-        learned.measured[drawn] = extra_bytes, step.spread_bytes
+        learned.measured[drawn] = extra_bytes
     return learned
 
 

@@ -24,7 +24,7 @@ from kmem.planning.network import Network
 from kmem.planning.network import Segment
 
 _FORMAT = "kmem plan"
-_VERSION = 4
+_VERSION = 5
 # No number of bytes, or of seconds, is as large as that.
 _TOO_LARGE = 2**63
 
@@ -45,8 +45,6 @@ class Plan(drawing.Shown):
             and what the step needs beyond what the network tells, which is
             negative if it needs less.
         lower_bound_seconds: No schedule within the budget is faster.
-        spread_bytes: How much more some steps may need than others, as
-            operations that run side by side end in another order each time.
     """
 
     network: Network = dataclasses.field(repr=False)
@@ -57,7 +55,6 @@ class Plan(drawing.Shown):
     budget_bytes: int | None
     resident_bytes: int
     lower_bound_seconds: float
-    spread_bytes: int = 0
 
     def __post_init__(self):
         self._check(self.segments, 0, len(self.network.stages))
@@ -79,13 +76,9 @@ class Plan(drawing.Shown):
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """The device's peak during a step, in bytes."""
+        """The most that a step is expected to need, in bytes: it keeps the
+        budget."""
         return self.resident_bytes + self.simulation.peak_bytes
-
-    @property
-    def highest_peak_bytes(self) -> int:
-        """The most that a step is expected to need: it keeps the budget."""
-        return self.predicted_peak_bytes + self.spread_bytes
 
     @property
     def predicted_seconds(self) -> float:
@@ -133,8 +126,6 @@ class Plan(drawing.Shown):
         if self.budget_bytes is not None:
             budget = format_size(self.budget_bytes)
         peak = format_size(self.predicted_peak_bytes)
-        if self.spread_bytes:
-            peak += f" to {format_size(self.highest_peak_bytes)}"
         counts = collections.Counter(self.schedule)
         again = [index for index, count in counts.items() if count > 1]
         stages = self.network.stages
@@ -245,8 +236,7 @@ class Plan(drawing.Shown):
         if not places.issuperset(itertools.chain(*network.shared)):
             raise ValueError("no such stage")
         json.loads(self.batch)
-        sizes = self.predicted_peak_bytes, self.spread_bytes
-        if min(*self.simulation.step_bytes, *sizes) < 0:
+        if min(*self.simulation.step_bytes, self.predicted_peak_bytes) < 0:
             raise ValueError("negative sizes")
 
 

@@ -460,7 +460,7 @@ EVERYTHING_ELSE = """
         assert distance(tight) < 1e-6
         plan = kmem.plan(made(), (x, x), 0.8)
         assert plan.segments
-        assert plan.highest_peak_bytes <= 0.8 * plan.unplanned_peak_bytes
+        assert plan.predicted_peak_bytes <= 0.8 * plan.unplanned_peak_bytes
         assert kmem.profile(made(), (x, x)).operations[0].forward_seconds > 0
     texts = [str(each.message) for each in caught]
     texts = [text for text in texts if "kmem cannot count" in text]

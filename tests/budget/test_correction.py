@@ -16,14 +16,14 @@ SIZES = [1000] * (LENGTH + 1)
 NETWORK = chain(SIZES, SIZES[1:], [1.0] * LENGTH)
 
 
-def corrector(needs, spread_bytes=0, mode="graph"):
+def corrector(needs, mode="graph"):
     """One whose steps need what a function of their drawn peak says."""
     runs = []
 
     def run(plan):
         runs.append(plan)
         peak = needs(plan.predicted_peak_bytes - plan.resident_bytes)
-        return peak and Measurement(peak, 1.0, spread_bytes)
+        return peak and Measurement(peak, 1.0)
 
     chooser = Chooser(NETWORK)
     spec = tf.TensorSpec((4, 3))
@@ -92,21 +92,6 @@ def test_a_plan_that_stayed_within_a_budget_is_not_run_again():
 
     assert second.segments == first.segments
     assert len(runs) == count
-
-
-def test_the_prediction_is_what_was_seen_and_more_is_counted_with():
-    made, _ = corrector(lambda drawn: drawn + IN_USE, spread_bytes=300)
-    alike, _ = corrector(lambda drawn: drawn + IN_USE)
-
-    plan = made.plan(BUDGET, 0)
-
-    assert plan.segments == alike.plan(BUDGET, 0).segments
-    assert plan.highest_peak_bytes <= BUDGET
-    assert plan.predicted_peak_bytes == plan.highest_peak_bytes - 300
-    # Also where it is known already.
-    again = made.plan(BUDGET + 100, 100)
-    assert again.predicted_peak_bytes == plan.predicted_peak_bytes
-    assert again.spread_bytes == 300
 
 
 def test_an_error_names_the_least_that_was_seen():

@@ -63,7 +63,7 @@ TRAIN = """
         plan = kmem.plan(model, (x.astype("float32"), y), {pool})
         print(plan.predicted_peak_bytes)
         held = kmem.memory.pool("CPU").chunks
-        need = dry_run.measured(step, Engine(), num_steps=1).peak_bytes
+        need = dry_run.measured(step, Engine()).peak_bytes
         print(need - held)
     print(json.dumps(found))
 """

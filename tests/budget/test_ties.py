@@ -75,7 +75,7 @@ def test_ties_go_to_the_larger_micro_batch(
     def seconds(size):
         return of_a_step + of_a_part * math.ceil(_ROWS / size)
 
-    def measure(trial, size, num_steps=6):
+    def measure(trial, size):
         noise = random.uniform(1, 1.02) if of_a_part == 0 else 1
         return Measurement(_EACH * size, noise * seconds(size))
 
