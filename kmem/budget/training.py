@@ -66,17 +66,27 @@ class _Bucket:
     reader: undoing.Reader | None = None
     # The `repr` of what `fit` knows of its batches, and a function of one.
     function: tuple[str, Callable] | None = None
-    # Whether what the search traced, without summaries, is traced again.
+    # Whether its functions were traced with summaries.
     writes_summaries: bool = False
 
     def step(self, spec: Any) -> Callable:
         """Takes a step with a batch, of which `fit` knows this."""
-        if not self.writes_summaries and tf.summary.should_record_summaries():
-            self.writes_summaries, self.function = True, None
-            self.session.trace_again()
-        if self.function is None or self.function[0] != repr(spec):
+        writes = tf.summary.should_record_summaries()
+        is_new = self.function is None or self.function[0] != repr(spec)
+        if is_new or (writes and not self.writes_summaries):
+            # The search traced it without summaries, and for batches of any
+            # size, which rounds otherwise than Keras's own trace does.
+            if writes or self._rounds_as_keras(spec):
+                self.session.trace_again()
+            self.writes_summaries |= writes
             self.function = repr(spec), self.session.on_batch(spec)
         return self.function[1]
+
+    def _rounds_as_keras(self, spec: Any) -> bool:
+        """Whether steps are to end in the bits of plain ones: the batch is
+        of a known size, and not split."""
+        is_whole = self.session.options.num_parts == 1
+        return is_whole and batches.num_rows(spec) is not None
 
     def read_state(self) -> undoing.Reader:
         """Reads what a step changes; the first one may make variables."""

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from kmem import memory
 from kmem.base import bindings
 from kmem.base import native
+from kmem.base.sizes import format_size
 from kmem.options import DTR
 
 # Of custom_ops/dtr/tf_device.cc.
@@ -149,8 +150,8 @@ class DeviceSession:
         if not self._library.kmem_dtr_begin(self._native, limit, grows):
             raise ValueError(
                 "`eviction_threshold` must be larger than what is in use, "
-                f"which is {memory.current()} bytes. Received: "
-                f"eviction_threshold={limit}"
+                f"which is {format_size(memory.current())}. Received: "
+                f"eviction_threshold={self._options.eviction_threshold!r}"
             )
 
     @contextlib.contextmanager
