@@ -110,6 +110,12 @@ def together(contexts: Iterable[Context]) -> Iterator[None]:
         yield
 
 
+def call_of(layer) -> str:
+    """The name of the method that Keras computes a layer with."""
+    quantized = getattr(layer, "quantization_mode", None)
+    return "quantized_call" if quantized else "call"
+
+
 def parameters(method) -> set[str] | None:
     """The names of a method's parameters; `None` if it takes any."""
     given = inspect.signature(method).parameters

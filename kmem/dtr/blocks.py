@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from kmem.base import private_keras
 from kmem.base.patching import attribute
+from kmem.base.patching import call_of
 from kmem.base.private_keras import all_layers
 from kmem.dtr.compiled import CompiledCall
 from kmem.keras_graph.opening import children
@@ -53,7 +54,8 @@ class Blocks:
         """Compiles the calls of the blocks that are made within."""
         with contextlib.ExitStack() as stack:
             for block in self._blocks:
-                stack.enter_context(attribute(block.layer, "call", block))
+                name = call_of(block.layer)
+                stack.enter_context(attribute(block.layer, name, block))
             yield
 
 
@@ -93,7 +95,7 @@ class _Block:
     def __init__(self, layer: keras.layers.Layer, exact: bool):
         self.layer = layer
         self._exact = exact
-        self._call = layer.call
+        self._call = getattr(layer, call_of(layer))
         self._layers = all_layers(layer)
         self._kinds: dict[Any, _Kind] = {}
 

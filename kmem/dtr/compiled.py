@@ -192,6 +192,9 @@ class _Variables(state.FirstRun):
         held = tf_variable(variable)
         if held is None:
             return None
+        if variable.dtype != held.dtype.name:
+            # TensorFlow makes one operation of several, and rounds once.
+            raise CannotCompile("It casts variables to 16 bits.")
         value = tf.compat.v1.placeholder(variable.dtype, variable.shape)
         # Of TensorFlow's variable: Keras's may be frozen, and is watched.
         if is_differentiable(value) and held.trainable:

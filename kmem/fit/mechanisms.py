@@ -167,7 +167,7 @@ def _has_more_logits(model: keras.Model) -> bool:
     except ValueError:
         return False
     head = heads.of(model)
-    return head.num_classes > sum(head.weight.shape) - head.num_classes
+    return head.num_classes > head.num_features
 
 
 def as_in_a_step(model: keras.Model, options: MemoryOptions) -> Context:

@@ -128,14 +128,17 @@ def are_joined(maker: tf.Operation, reader: tf.Operation) -> bool:
     if maker.type in _FUNCTIONS and reader.type in _FUNCTIONS:
         return True
     inputs = (*maker.inputs, *reader.inputs)
-    constant = any(map(is_constant, inputs))
-    pair = {maker.type, reader.type}
-    return constant and pair <= _ARITHMETIC
+    arithmetic = {maker.type, reader.type} <= _ARITHMETIC
+    return arithmetic and any(map(is_constant, inputs))
 
 
 def is_constant(tensor: tf.Tensor) -> bool:
     """Whether TensorFlow computes it when it makes the graph."""
-    inputs = tensor.op.inputs
-    return tensor.op.type == "Const" or (
-        len(inputs) > 0 and all(map(is_constant, inputs))
-    )
+    waiting, seen = [tensor.op], set()
+    for op in waiting:
+        if not (op.inputs or op.type == "Const"):
+            return False
+        inputs = {t.op for t in op.inputs} - seen
+        seen |= inputs
+        waiting += inputs
+    return True

@@ -121,7 +121,7 @@ def opened(model: keras.Model, visitor: Visitor) -> patching.Context:
             inside |= {id(layer): layer for layer in children(each)}
         for layer in inside.values():
             child = _visited(visitor.run_child, layer)
-            yield patching.method(layer, "call", child)
+            yield patching.method(layer, patching.call_of(layer), child)
 
     return patching.together(changes())
 

@@ -11,6 +11,7 @@ What this module does not do: other losses and metrics, several outputs, a
 `train_step` that looks at predictions. They are refused.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -190,7 +191,7 @@ class ChunkedLoss(Mechanism):
             hidden, labels = predictions.hidden, reduce.labels
             # A weight that is in shards is whole from now on.
             with tf.control_dependencies([hidden]):
-                weight, bias = head.weight, head.bias
+                weights, multiply = head.weights()
             flat = Tokens(
                 tf.reshape(hidden, [-1, hidden.shape[-1]]),
                 tf.reshape(
@@ -200,7 +201,7 @@ class ChunkedLoss(Mechanism):
             )
             metrics = self._metrics(y_true, spec)
             total, found = chunks.weighted_sum(
-                *(flat, weight, bias, form),
+                *(flat, weights, dataclasses.replace(form, multiply=multiply)),
                 metrics=[_of_tokens(head, each) for each in metrics],
                 differentiate=training,
             )
@@ -329,7 +330,8 @@ def _form(head: heads.Head, loss) -> Form:
             f"axis={keywords['axis']}"
         )
     return Form(
-        transposed=head.transposed,
+        num_classes=head.num_classes,
+        biased=getattr(head.layer, "bias", None) is not None,
         compute_dtype=head.compute_dtype,
         loss_dtype=loss.dtype,
         label_smoothing=keywords.get("label_smoothing", 0.0),

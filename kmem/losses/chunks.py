@@ -17,6 +17,7 @@ What this module does not do: derivatives of the gradient. They are refused.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +35,9 @@ class Form:
     """What is computed of the tensors.
 
     Attributes:
-        transposed: Whether the weight is `(classes, features)`.
+        num_classes: How many logits a token has.
+        biased: Whether the last of the weights is added to each.
+        multiply: Gives the logits of hidden states and the other weights.
         compute_dtype: What logits are computed in.
         loss_dtype: What the loss is computed in.
         label_smoothing: The share of a label that goes to all classes.
@@ -42,7 +45,9 @@ class Form:
         z_loss: The factor of the squared log of the softmax's denominator.
     """
 
-    transposed: bool = False
+    num_classes: int
+    biased: bool = False
+    multiply: Callable[..., Any] = tf.matmul
     compute_dtype: str = "float32"
     loss_dtype: str = "float32"
     label_smoothing: float = 0.0
@@ -68,8 +73,7 @@ class Tokens:
 
 def weighted_sum(
     tokens: Tokens,
-    weight: tf.Tensor,
-    bias: tf.Tensor | None,
+    weights: Sequence[tf.Tensor],
     form: Form,
     metrics: Sequence[TokenMetric] = (),
     differentiate: bool = True,
@@ -77,6 +81,7 @@ def weighted_sum(
     """The sum of the tokens' losses, times their coefficients.
 
     Args:
+        weights: What has a gradient, besides the hidden states.
         metrics: What to compute of each token's logits besides.
         differentiate: Whether to compute a gradient along with it, which is
             needed if there will be a backward pass.
@@ -84,7 +89,6 @@ def weighted_sum(
     Returns:
         A scalar, and `(tokens,)` of each of the metrics.
     """
-    weights = [weight] if bias is None else [weight, bias]
     if not differentiate:
         sums, found = _run(tokens, weights, form, metrics, False)
         return sums.loss, found
@@ -113,7 +117,7 @@ def weighted_sum(
 
 
 def token_losses(
-    tokens: Tokens, weight: tf.Tensor, bias: tf.Tensor | None, form: Form
+    tokens: Tokens, weights: Sequence[tf.Tensor], form: Form
 ) -> tf.Tensor:
     """The loss of each token, `(tokens,)`, times its coefficient.
 
@@ -133,14 +137,14 @@ def token_losses(
             )
             sums, _ = _run(weighted, weights, form, (), True)
             return once_differentiable(
-                sums.scaled(None), [hidden, *weights], "cross-entropy"
+                sums.scaled(tf.ones([], form.loss_dtype)),
+                [hidden, *weights],
+                "cross-entropy",
             )
 
         return sums.losses, gradient
 
-    losses: Any = compute(
-        tokens.hidden, *([weight] if bias is None else [weight, bias])
-    )
+    losses: Any = compute(tokens.hidden, *weights)
     return losses
 
 
@@ -196,11 +200,6 @@ class _Sums:
 
     def scaled(self, scale) -> list[tf.Tensor]:
         """The gradients, times a scalar, in the dtypes of what was given."""
-        if scale is None:
-            return [
-                tf.cast(g, dtype)
-                for g, dtype in zip(self.gradients, self.dtypes, strict=True)
-            ]
         return [
             tf.cast(tf.cast(g, scale.dtype) * scale, dtype)
             for g, dtype in zip(self.gradients, self.dtypes, strict=True)
@@ -213,15 +212,15 @@ def _run(
     """Goes over the chunks, and adds up."""
     dtype, loss_dtype = form.compute_dtype, tf.as_dtype(form.loss_dtype)
     # What is not watched is not kept by a tape in eager mode.
-    weight, *bias = weights = [tf.stop_gradient(each) for each in weights]
+    weights = [tf.stop_gradient(each) for each in weights]
     hidden = tf.cast(tf.stop_gradient(tokens.hidden), dtype)
     num_features = hidden.shape[-1]
-    num_classes = weight.shape[0 if form.transposed else 1]
     num_tokens = tf.shape(hidden, tf.int64)[0]
     size, count = tokens_in_chunk(
-        num_tokens, num_features, num_classes, hidden.dtype.size
+        num_tokens, num_features, form.num_classes, hidden.dtype.size
     )
     computed = [tf.cast(each, dtype) for each in weights]
+    bias = [computed.pop()] if form.biased else []
     chunked = [
         _chunked(each, size, count)
         for each in (
@@ -244,12 +243,19 @@ def _run(
         sums = [tf.zeros(tf.shape(each), loss_dtype) for each in weights]
 
     def slopes_of(i):
-        """The chunk's columns, and its loss's slope in each logit."""
+        """The chunk's columns, its loss's slope in each logit, and what makes
+        gradients of such slopes."""
         h, labels, coefficients = (each[i] for each in chunked)
         counts = tf.not_equal(coefficients, 0)
-        raw = tf.matmul(h, computed[0], transpose_b=form.transposed)
+        sources = [h, *computed]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            product = raw = form.multiply(*sources)
+        differentiated = functools.partial(
+            tape.gradient, product, sources, unconnected_gradients="zero"
+        )
         if bias:
-            raw += computed[1]
+            raw += bias[0]
         if form.soft_cap is not None:
             raw = form.soft_cap * tf.tanh(raw / form.soft_cap)
         # Before the loss, which may take the logits' place.
@@ -262,11 +268,11 @@ def _run(
         losses = tf.where(counts, losses * coefficients, 0)
         if form.soft_cap is not None and differentiate:
             slopes *= 1 - tf.square(logits / form.soft_cap)
-        return h, coefficients, [losses, *found], slopes
+        return coefficients, [losses, *found], slopes, differentiated
 
     def body(i, total, columns, states, sums):
         # What is as large as the logits goes when it was used.
-        h, coefficients, found, slopes = slopes_of(i)
+        coefficients, found, slopes, differentiated = slopes_of(i)
         columns = [
             column.write(i, tf.reshape(each, [-1]))
             for column, each in zip(columns, found, strict=True)
@@ -274,12 +280,8 @@ def _run(
         total += tf.reduce_sum(found[0])
         if differentiate:
             slopes = tf.cast(slopes * coefficients[:, None], dtype)
-            moved = tf.matmul(
-                slopes, computed[0], transpose_b=not form.transposed
-            )
+            moved, *addends = differentiated(output_gradients=slopes)
             states = [states[0].write(i, moved)]
-            pair = (slopes, h) if form.transposed else (h, slopes)
-            addends = [tf.matmul(*pair, transpose_a=True)]
             if bias:
                 addends.append(tf.reduce_sum(tf.cast(slopes, loss_dtype), 0))
             sums = [

@@ -7,6 +7,7 @@ wrote.
 """
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ import tensorflow as tf
 from kmem.base import patching
 from kmem.base import private_keras
 from kmem.base.patching import Context
+from kmem.base.patching import attribute
+from kmem.base.patching import call_of
 
 _INSTEAD = (
     "Leave `chunked_loss` out, or compute the loss with "
@@ -39,32 +42,67 @@ class Head:
     is_softmax: bool
     is_reversed: bool
 
-    @property
-    def transposed(self) -> bool:
-        """Whether the weight is `(classes, features)`."""
-        return self.is_reversed and self.layer.tie_weights
-
-    @property
-    def weight(self) -> Any:
-        """The weight of the moment, a tensor."""
+    def weights(self) -> tuple[list[tf.Tensor], Callable]:
+        """Those of the moment that have a gradient, the bias last, and what
+        makes logits, without a bias, of hidden states and the others."""
         layer = self.layer
-        if not self.is_reversed:
-            return tf.convert_to_tensor(layer.kernel)
-        tied = layer.tie_weights
-        return tf.convert_to_tensor(
-            layer.embeddings if tied else layer.reverse_embeddings
-        )
+        bias = [] if getattr(layer, "bias", None) is None else [layer.bias]
+        if layer.quantization_mode:
+            trained, multiply = self._quantized()
+        else:
+            tied = self.is_reversed and layer.tie_weights
+            name = "embeddings" if tied else "reverse_embeddings"
+            weight = getattr(layer, name if self.is_reversed else "kernel")
+            # One of LoRA is made of a frozen weight and of others.
+            frozen = isinstance(weight, keras.Variable) and not weight.trainable
+            trained = [] if frozen else [weight]
+            fixed = self._as_called(weight) if frozen else None
 
-    @property
-    def bias(self) -> Any:
-        """The bias of the moment, a tensor, or `None`."""
-        bias = getattr(self.layer, "bias", None)
-        return None if bias is None else tf.convert_to_tensor(bias)
+            def multiply(hidden, weight=fixed):
+                return tf.matmul(hidden, weight, transpose_b=tied)
+
+        return list(map(tf.convert_to_tensor, trained + bias)), multiply
+
+    def _quantized(self) -> tuple[list, Callable]:
+        """Of a layer that multiplies, and differentiates, itself."""
+        layer = self.layer
+        call = getattr(type(layer), call_of(layer))
+        how = {"reverse": True} if self.is_reversed else {}
+        variables = {
+            name: each
+            for name, each in vars(layer).items()
+            if isinstance(each, keras.Variable) and name != "bias"
+        }
+        trained = [name for name, each in variables.items() if each.trainable]
+        fixed = {n: self._as_called(each) for n, each in variables.items()}
+        # What comes after the product is for who asks.
+        fixed |= dict.fromkeys({"bias", "activation", "logit_soft_cap"})
+
+        def multiply(hidden, *tensors):
+            given = fixed | dict(zip(trained, tensors, strict=True))
+            changes = (attribute(layer, *item) for item in given.items())
+            with patching.together(changes):
+                return call(layer, hidden, **how)
+
+        return [variables[name] for name in trained], multiply
+
+    def _as_called(self, variable) -> tf.Tensor:
+        """A variable that is not trained as Keras casts it for a call."""
+        value = tf.stop_gradient(tf.convert_to_tensor(variable))
+        is_float = value.dtype.is_floating
+        return tf.cast(value, self.compute_dtype) if is_float else value
 
     @property
     def num_classes(self) -> int:
         """How many logits a token has."""
         return self.layer.input_dim if self.is_reversed else self.layer.units
+
+    @property
+    def num_features(self) -> int:
+        """How many numbers the hidden states of a token are."""
+        layer = self.layer
+        is_reversed = self.is_reversed
+        return layer.output_dim if is_reversed else layer.input_spec.axes[-1]
 
     @property
     def soft_cap(self) -> float | None:
@@ -102,7 +140,7 @@ class Head:
             return run
 
         change = pass_if_reversed if self.is_reversed else pass_on
-        yield patching.method(self.layer, "call", change)
+        yield patching.method(self.layer, call_of(self.layer), change)
         for layer in self.after:
             yield patching.method(layer, "call", pass_on)
 
@@ -200,11 +238,15 @@ def _is_head(layer, node, after) -> bool:
 
 def _checked(make, layer, after) -> Head:
     quantized = getattr(layer, "quantization_mode", None)
-    if quantized or layer.activity_regularizer is not None:
+    if (
+        quantized not in (None, "int4", "int8")
+        or layer.activity_regularizer is not None
+    ):
         raise ValueError(
-            "`chunked_loss` needs a last layer without quantization and "
-            f"without an activity regularizer. {_INSTEAD}. Received: "
-            f"layer={layer.name}, quantization_mode={quantized}"
+            "`chunked_loss` needs a last layer of float numbers, or quantized "
+            "to int8 or int4, without an activity regularizer. "
+            f"{_INSTEAD}. Received: layer={layer.name}, "
+            f"quantization_mode={quantized}"
         )
     is_reversed = not isinstance(layer, keras.layers.Dense)
     activation = None if is_reversed else layer.activation

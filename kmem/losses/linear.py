@@ -90,9 +90,10 @@ class LinearCrossEntropy:
             )
         self._reduction: Any = None if reduction == "none" else reduction
         self._ignore_class = ignore_class
+        self._transposed = transposed
         self._form = functools.partial(
             chunks.Form,
-            transposed=transposed,
+            multiply=functools.partial(tf.matmul, transpose_b=transposed),
             loss_dtype=dtype,
             label_smoothing=float(label_smoothing),
             soft_cap=soft_cap,
@@ -130,16 +131,17 @@ class LinearCrossEntropy:
         mask = mask_of(hidden) if mask is None else mask
         hidden = tf.convert_to_tensor(hidden)
         weight = tf.convert_to_tensor(weight)
-        bias = None if bias is None else tf.convert_to_tensor(bias)
+        biases = [] if bias is None else [tf.convert_to_tensor(bias)]
         dtype = keras.backend.standardize_dtype(hidden.dtype)
-        form = self._form(compute_dtype=dtype)
-        features = weight.shape[1 if form.transposed else 0]
+        shape = weight.shape[::-1] if self._transposed else weight.shape
+        features, classes = shape
+        form = self._form(classes, bias is not None, compute_dtype=dtype)
         if hidden.shape[-1] is None or hidden.shape[-1] != features:
             raise ValueError(
                 "`weight` must be (features, classes), or with "
                 "`transposed=True` (classes, features), for hidden states "
                 f"(..., features). Received: shapes {weight.shape} and "
-                f"{hidden.shape}, transposed={form.transposed}"
+                f"{hidden.shape}, transposed={self._transposed}"
             )
         labels = tf.cast(tf.convert_to_tensor(labels), tf.int64)
         labels = tf.reshape(labels, tf.shape(hidden)[:-1])
@@ -161,6 +163,6 @@ class LinearCrossEntropy:
             tf.reshape(coefficients, [-1]),
         )
         if self._reduction is None:
-            losses = chunks.token_losses(tokens, weight, bias, form)
+            losses = chunks.token_losses(tokens, [weight, *biases], form)
             return tf.reshape(losses, tf.shape(hidden)[:-1])
-        return chunks.weighted_sum(tokens, weight, bias, form)[0]
+        return chunks.weighted_sum(tokens, [weight, *biases], form)[0]

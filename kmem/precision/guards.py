@@ -18,6 +18,7 @@ import weakref
 import keras
 import tensorflow as tf
 
+from kmem.base.patching import attribute
 from kmem.base.private_keras import all_layers
 from kmem.base.private_tf import op_callbacks
 
@@ -62,23 +63,30 @@ def mark_rounded(converted, x) -> None:
 
 
 def concern(layer) -> bool:
-    """Whether a layer's `call` is to be replaced by a `guarded` one."""
-    return _is_custom(layer) or _takes_exact(layer)
+    """Whether what computes a layer is to be replaced by a `guarded` one."""
+    quantized = layer.quantization_mode is not None
+    return quantized or _is_custom(layer) or _takes_exact(layer)
 
 
-def guarded(layer, option, left_out: bool):
-    """Returns the layer's `call` with exact inputs and errors that name it."""
-    call = layer.call
+def guarded(layer, name: str, option, left_out: bool):
+    """Returns a method of the layer that computes it, with exact inputs and
+    errors that name it."""
+    call = getattr(layer, name)
     takes_exact = left_out or _takes_exact(layer)
+    takes_ids = layer.quantization_mode and isinstance(layer, _TAKE_IDS)
     is_custom = _is_custom(layer)
 
     @functools.wraps(call)
     def guarded_call(*args, **kwargs):
-        if takes_exact:
+        # Hidden states are no ids.
+        if takes_exact and (left_out or not kwargs.get("reverse")):
             args = keras.tree.map_structure(_exact, args)
             kwargs = keras.tree.map_structure(_exact, kwargs)
+            rounded = _sixteen_bit_tensors(args) if takes_ids else ()
+            for tensor in rounded:
+                raise _rounded_ids(layer, tensor)
         try:
-            with _watching(layer):
+            with _watching(layer), _scale_as_called(layer):
                 outputs = call(*args, **kwargs)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
             if is_custom and _is_about_dtypes(error):
@@ -176,6 +184,15 @@ def _warn_if_promoted(layer, option, inputs, outputs):
     )
 
 
+def _scale_as_called(layer):
+    """Gives a quantized layer's gradient the scale that its call has: Keras
+    lets it read the variable again, in 32 bits, where it runs eagerly."""
+    scale = getattr(layer, "kernel_scale", None)
+    if scale is None or not tf.executing_eagerly():
+        return contextlib.nullcontext()
+    return attribute(layer, "kernel_scale", tf.convert_to_tensor(scale))
+
+
 @contextlib.contextmanager
 def _watching(layer):
     """Lets `_watch` see what a layer computes."""
@@ -199,13 +216,14 @@ def _watching(layer):
 
 def _watch(op_type, inputs, attrs, outputs, op_name=None, graph=None):
     """Follows rounded tensors, and refuses to make integers of them."""
-    if op_type in _COMPUTE:
+    layer = _thread.running[-1]
+    # A quantized layer makes integers of what is none.
+    if op_type in _COMPUTE or layer.quantization_mode:
         return
     rounded = any(hasattr(tensor, _ROUNDED_FROM) for tensor in inputs)
     if op_type == "AsString" or (
         op_type == "Cast" and outputs[0].dtype.is_integer
     ):
-        layer = _thread.running[-1]
         # Nothing is known of a tensor inside of a loop or a function, which
         # has a graph of its own. There, and in a layer that takes ids, all
         # 16-bit floats count.

@@ -13,11 +13,13 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 
 from kmem.base import private_keras
 from kmem.base.patching import attribute
+from kmem.base.patching import call_of
 from kmem.base.private_keras import all_layers
 from kmem.options import MixedPrecision
 from kmem.precision import guards
@@ -56,9 +58,10 @@ def applied(
             layer, its sublayers are left out. `None` changes nothing.
 
     Raises:
-        ValueError: If a layer is float64 or quantized, if `exclude` names no
-            layer of the model, or if another option is applied to the model.
-            Nothing has been changed then.
+        ValueError: If a layer is float64 or quantized in a way that Keras does
+            not compute in `option.dtype`, if `exclude` names no layer of the
+            model, or if another option is applied to the model. Nothing has
+            been changed then.
     """
     if option is None:
         yield
@@ -90,12 +93,16 @@ class _Policy(keras.DTypePolicy):
     Attributes:
         replaced: The policy that comes back.
         entry: Who put this one in its place.
+        quantization_mode: That of the layer, which stays what it is.
     """
 
-    def __init__(self, dtype, replaced, entry):
-        super().__init__(f"mixed_{dtype}")
-        self.replaced = replaced
+    quantization_mode: Any = None
+
+    def __init__(self, layer, entry):
+        super().__init__(f"mixed_{entry.option.dtype}")
+        self.replaced = getattr(layer, private_keras.DTYPE_POLICY)
         self.entry = entry
+        self.quantization_mode = layer.quantization_mode
 
     def convert_input(self, x, autocast, dtype):
         converted = super().convert_input(x, autocast, dtype)
@@ -112,14 +119,15 @@ class _Entry:
         self._changes = contextlib.ExitStack()
         layers = all_layers(model)
         excluded = _excluded(layers, option)
-        _refuse_other_policies(layers, excluded)
+        _refuse_other_policies(layers, excluded, option.dtype)
         for layer in layers:
             left_out = layer in excluded
             if layer.compute_dtype == "float32" and not left_out:
                 self._replace_policy(layer)
             if layer is model or left_out or guards.concern(layer):
-                call = guards.guarded(layer, option, left_out)
-                self._changes.enter_context(attribute(layer, "call", call))
+                name = call_of(layer)
+                call = guards.guarded(layer, name, option, left_out)
+                self._changes.enter_context(attribute(layer, name, call))
 
         adder = getattr(model, private_keras.ADD_PENALTY)
         add_up = functools.partial(_in_32_bits, adder)
@@ -129,8 +137,7 @@ class _Entry:
     def _replace_policy(self, layer):
         # The public setter would lose the order and the patterns of the keys
         # of a `DTypePolicyMap`.
-        own = getattr(layer, private_keras.DTYPE_POLICY)
-        policy = _Policy(self.option.dtype, own, self)
+        policy = _Policy(layer, self)
         change = attribute(layer, private_keras.DTYPE_POLICY, policy)
         self._changes.enter_context(change)
 
@@ -171,16 +178,24 @@ def _excluded(layers, option) -> set:
     return {inner for layer in chosen for inner in all_layers(layer)}
 
 
-def _refuse_other_policies(layers, excluded):
+def _refuse_other_policies(layers, excluded, dtype):
+    # Sums of products of two integers of 8 bits are too large for float16.
+    quantized = (
+        (None, "int4", "int8") if dtype == "bfloat16" else (None, "int4")
+    )
     refused = [
         f"'{layer.name}' ({layer.quantization_mode or layer.compute_dtype})"
         for layer in layers
         if layer not in excluded
-        and (layer.quantization_mode or layer.compute_dtype == "float64")
+        and (
+            layer.quantization_mode not in quantized
+            or layer.compute_dtype == "float64"
+        )
     ]
     if refused:
         raise ValueError(
-            "`mixed_precision` needs float32 layers; leave the others out "
-            "with `kmem.MixedPrecision(..., exclude=(...))`. Received: "
+            "`mixed_precision` needs layers of float32, quantized to int4, or "
+            "for bfloat16 to int8, or not at all; leave the others out with "
+            "`kmem.MixedPrecision(..., exclude=(...))`. Received: "
             + ", ".join(refused)
         )

@@ -51,13 +51,13 @@ class Unit:
         self._name = name
         self._keeps = keeps
         self._line = line
-        self._call = layer.call
+        self._call = getattr(layer, patching.call_of(layer))
         # Of the weights' regularizers, until they are asked for.
         self._penalties: dict[int, tf.Tensor] = {}
 
     def changes(self) -> Iterator[patching.Context]:
         """Within these, the layer gathers its weights when it is called."""
-        yield attribute(self.layer, "call", self._run)
+        yield attribute(self.layer, patching.call_of(self.layer), self._run)
         for variable in self._sharded():
             # A gradient of the layer's own reads it again after the call.
             shard = variable.shard

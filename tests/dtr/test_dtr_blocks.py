@@ -401,3 +401,21 @@ def test_what_is_not_a_choice_is_refused(compile):
     message = f"Received: compile={compile!r}"
     with pytest.raises(ValueError, match=re.escape(message)):
         kmem.DTR(compile=compile)
+
+
+def test_a_layer_that_casts_its_weights_runs_operator_by_operator():
+    """TensorFlow fuses a compiled layer's operations, and rounds them once."""
+    results = []
+    for options in ({"dtr": True}, {}):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(8, "gelu"), layers.Dense(3)]
+        )
+        model.compile("sgd", "mse", run_eagerly=not options)
+        x = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
+        options = {"mixed_precision": "bfloat16", "verbose": 0, **options}
+        kmem.wrap(model).fit(x, x[:, :3], **options)
+        results.append(model.get_weights())
+
+    for got, want in zip(*results, strict=True):
+        np.testing.assert_array_equal(got, want)

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.ops import gen_math_ops
 
 import kmem
 from kmem.losses import chunks
@@ -153,14 +154,54 @@ def test_weights_and_logs_are_those_of_a_plain_fit(case):
     assert_same(got, want)
 
 
-def peak_of_step(depth=0, **options):
+def adapted(end, how):
+    """A language model whose last layer is quantized, has LoRA, or both."""
+    model = language_model(end)
+    last = next(x for x in reversed(model.layers) if hasattr(x, "enable_lora"))
+    if how == "frozen":
+        last.trainable = False
+    if how.startswith("int"):
+        last.quantize(how[:4])
+    if how.endswith("lora"):
+        last.enable_lora(2, b_initializer="he_uniform")
+    return model
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.layers, "ReversibleEmbedding"),
+    reason="Keras 3.12 has no tied embedding of its own.",
+)
+@pytest.mark.parametrize("how", ["lora", "int8, lora", "int4, lora", "frozen"])
+@pytest.mark.parametrize("end", ["dense", "tied", "softmax layer"])
+def test_a_last_layer_may_be_frozen_quantized_or_have_lora(end, how):
+    compile_with = {"loss": SPARSE(from_logits=end != "softmax layer")}
+
+    want = trained(adapted(end, how), compile_with, {})
+    got = trained(adapted(end, how), compile_with, {}, chunked_loss=True)
+
+    assert_same(got, want)
+
+
+def test_a_quantized_last_layer_computes_in_16_bits_as_without_chunks():
+    option = {"mixed_precision": "bfloat16"}
+    metrics = {"metrics": ["accuracy"]}
+    want = trained(adapted("dense", "int8, lora"), metrics, {}, **option)
+    got = trained(
+        adapted("dense", "int8, lora"), metrics, {}, chunked_loss=True, **option
+    )
+
+    assert_same(got, want, rtol=0.02)
+
+
+def peak_of_step(depth=0, frozen=False, **options):
     ids = np.zeros((4, 256), "int32")
     keras.utils.set_random_seed(0)
     inputs = keras.Input((256,), dtype="int32")
     hidden = keras.layers.Embedding(10, 16)(inputs)
     for _ in range(depth):
         hidden = keras.layers.Dense(16, "gelu")(hidden)
-    model = keras.Model(inputs, keras.layers.Dense(4096)(hidden))
+    last = keras.layers.Dense(4096, trainable=not frozen)
+    model = keras.Model(inputs, last(hidden))
     kmem.wrap(model).compile(
         keras.optimizers.SGD(),
         SPARSE(from_logits=True),
@@ -193,6 +234,16 @@ def test_bytes_are_those_of_hidden_states_and_weights_not_of_logits():
     assert peaks[True] < 7 * weight < logits / 9
 
 
+def test_a_frozen_weight_has_no_gradient_in_chunks():
+    peaks = [
+        peak_of_step(1, frozen, chunked_loss=True) for frozen in (False, True)
+    ]
+
+    # Its sum, and what a chunk adds to that.
+    weight = 4 * 16 * 4096
+    assert peaks[1] < peaks[0] - weight
+
+
 @pytest.mark.slow
 def test_what_is_left_without_logits_is_recomputed():
     chunked = peak_of_step(12, chunked_loss=True)
@@ -217,13 +268,14 @@ def test_logits_are_computed_once_and_twice_for_a_loss_of_each_token(
     hidden, weight = tf.ones((96, 8)), tf.ones((8, 64))
     labels = tf.zeros(96, tf.int32)
     products = []
-    matmul = tf.matmul
+    product = gen_math_ops.mat_mul
 
-    def counted(a, b, **arguments):
-        products.append(sorted({*a.shape, *b.shape}))
-        return matmul(a, b, **arguments)
+    def counted(a, b, *args, **kwargs):
+        products.append(a.shape)
+        return product(a, b, *args, **kwargs)
 
-    monkeypatch.setattr(chunks.tf, "matmul", counted)
+    # What `tf.matmul` and its gradient are made of.
+    monkeypatch.setattr(gen_math_ops, "mat_mul", counted)
     loss = kmem.losses.LinearCrossEntropy(reduction=reduction)
     with tf.GradientTape() as tape:
         tape.watch([hidden, weight])

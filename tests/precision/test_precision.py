@@ -308,14 +308,6 @@ def test_a_float64_layer_is_named_before_anything_changes():
         assert model(normal(4, 6)).dtype == "float64"
 
 
-def test_a_quantized_layer_is_named():
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(4, name="q")])
-    model.layers[0].quantize("int8")
-    with pytest.raises(ValueError, match=r"Received: 'q' \(int8\)"):
-        with precision.applied(model, MixedPrecision("bfloat16")):
-            pass
-
-
 @pytest.mark.parametrize("name", ("mlp", "attention", "bidirectional"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_that_is_left_out_computes_in_float32(name, dtype):

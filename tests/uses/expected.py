@@ -22,9 +22,6 @@ REFUSED: dict[tuple[str, str], str] = {
         "second update"
     ),
     ("train_step_with_two_optimizers", "sharding"): "second update",
-    ("lora_on_int8", "mixed_precision"): (
-        "`mixed_precision` needs float32 layers"
-    ),
     ("stateful_rnn", "memory_budget"): (
         "cannot be used with layers that keep a state for each example"
     ),
@@ -54,7 +51,6 @@ REFUSED: dict[tuple[str, str], str] = {
             "output_without_a_loss",
         )
     },
-    ("lora_on_int8", "chunked_loss"): "a last layer without quantization",
     ("loss_as_a_function", "chunked_loss"): "Leave `chunked_loss` out",
     ("optimizer_that_accumulates", "gradient_accumulation_steps"): (
         "by kmem or by the optimizer, not by both"

@@ -287,15 +287,24 @@ def lora(trainer):
     return model
 
 
-@in_32_bits
-def lora_on_int8(trainer):
+def _lora_on(trainer, mode):
     model = dense()
-    model.quantize("int8")
+    model.quantize(mode)
     for layer in model.layers:
         layer.enable_lora(2)
     compiled(model)
     trainer.fit(model, *regression())
     return model
+
+
+@in_32_bits
+def lora_on_int8(trainer):
+    return _lora_on(trainer, "int8")
+
+
+@in_32_bits
+def lora_on_int4(trainer):
+    return _lora_on(trainer, "int4")
 
 
 USES = [
@@ -311,5 +320,11 @@ USES = [
         bidirectional_rnn,
         stateful_rnn,
     ),
-    *(preprocessing_layers, strings_as_inputs, lora, lora_on_int8),
+    *(
+        preprocessing_layers,
+        strings_as_inputs,
+        lora,
+        lora_on_int8,
+        lora_on_int4,
+    ),
 ]
