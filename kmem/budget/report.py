@@ -213,7 +213,7 @@ def exhausted(
     return tf.errors.ResourceExhaustedError(None, None, text)
 
 
-def received_budget(budget: int | float, budget_bytes: int) -> str:
+def received_budget(budget: int | float | None, budget_bytes: int) -> str:
     """A budget as it was given, and in bytes, for an error message."""
     size = format_size(budget_bytes)
     if repr(budget) != str(budget_bytes):

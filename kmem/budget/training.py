@@ -64,29 +64,21 @@ class _Bucket:
     is_least: bool = False
     num_steps: int = 0
     reader: undoing.Reader | None = None
-    # The `repr` of what `fit` knows of its batches, and a function of one.
-    function: tuple[str, Callable] | None = None
-    # Whether its functions were traced with summaries.
-    writes_summaries: bool = False
+    # Takes a step, traced for what `fit` knows of its batches, with summaries?
+    function: Any = None
+    traced_for: tuple[str, bool] = "", False
 
     def step(self, spec: Any) -> Callable:
         """Takes a step with a batch, of which `fit` knows this."""
-        writes = tf.summary.should_record_summaries()
-        is_new = self.function is None or self.function[0] != repr(spec)
-        if is_new or (writes and not self.writes_summaries):
-            # The search traced it without summaries, and for batches of any
-            # size, which rounds otherwise than Keras's own trace does.
-            if writes or self._rounds_as_keras(spec):
+        writes = self.traced_for[1] or tf.summary.should_record_summaries()
+        if self.traced_for != (repr(spec), writes):
+            self.traced_for = repr(spec), writes
+            # The search's, for any size, rounds otherwise, and writes nothing.
+            is_whole = self.session.options.num_parts == 1
+            if writes or (is_whole and batches.num_rows(spec) is not None):
                 self.session.trace_again()
-            self.writes_summaries |= writes
-            self.function = repr(spec), self.session.on_batch(spec)
-        return self.function[1]
-
-    def _rounds_as_keras(self, spec: Any) -> bool:
-        """Whether steps are to end in the bits of plain ones: the batch is
-        of a known size, and not split."""
-        is_whole = self.session.options.num_parts == 1
-        return is_whole and batches.num_rows(spec) is not None
+            self.function = self.session.on_batch(spec)
+        return self.function
 
     def read_state(self) -> undoing.Reader:
         """Reads what a step changes; the first one may make variables."""
@@ -107,8 +99,7 @@ class BudgetedSession:
         self._compiled = compiled_state(model)
         self._group = agreeing.processes(options)
         self._budget = budget_bytes(options)
-        given: Any = options.memory_budget
-        self._received = received_budget(given, self._budget)
+        self._received = received_budget(options.memory_budget, self._budget)
         self._verbose = 0
         # What steps were seen to need beyond what was predicted.
         self._less = 0
@@ -326,10 +317,9 @@ class BudgetedSession:
             self._enter(bucket)
 
     def _choose_in_training(self, batch) -> _Bucket:
-        # What a pipeline has to make ready again. A dry run makes a batch of
-        # its own, beside the one that is in memory by now.
-        ready = pipeline.ready_bytes(batch)
-        ready *= self._in_fit
+        # A pipeline has to make it ready again. A dry run makes one of its
+        # own, beside that which is in memory by now.
+        ready = pipeline.ready_bytes(batch) * self._in_fit
         return self._choose(batch, ready - self._in_hand)
 
     def _with_less(self, bucket: _Bucket, less: int, message: str) -> _Bucket:

@@ -160,7 +160,8 @@ class _Kind:
         return bool(self._compiled) and self._compiled[-1] is None
 
     def compiled(self, block, join, specs) -> CompiledCall | None:
-        if self._compiled and all(map(_covers, self._specs, specs)):
+        covers = tf.TensorSpec.is_compatible_with
+        if self._compiled and all(map(covers, self._specs, specs)):
             return self._compiled[-1]
         if self._compiled:
             specs = list(map(_common, self._specs, specs))
@@ -183,10 +184,6 @@ def _plain_attributes(layer) -> tuple:
         for name, value in vars(layer).items()
         if isinstance(value, _PLAIN)
     )
-
-
-def _covers(spec: tf.TensorSpec, other: tf.TensorSpec) -> bool:
-    return spec.is_compatible_with(other)
 
 
 def _common(spec: tf.TensorSpec, other: tf.TensorSpec) -> tf.TensorSpec:

@@ -248,7 +248,8 @@ def _run(
         h, labels, coefficients = (each[i] for each in chunked)
         counts = tf.not_equal(coefficients, 0)
         sources = [h, *computed]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
+        recorded: Any = tf.GradientTape(watch_accessed_variables=False)
+        with recorded as tape:
             tape.watch(sources)
             product = raw = form.multiply(*sources)
         differentiated = functools.partial(

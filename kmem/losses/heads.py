@@ -58,7 +58,7 @@ class Head:
             trained = [] if frozen else [weight]
             fixed = self._as_called(weight) if frozen else None
 
-            def multiply(hidden, weight=fixed):
+            def multiply(hidden, weight: Any = fixed):
                 return tf.matmul(hidden, weight, transpose_b=tied)
 
         return list(map(tf.convert_to_tensor, trained + bias)), multiply
@@ -192,19 +192,13 @@ def of(model: keras.Model) -> Head:
 def _maker(functional, tensor):
     """The call that makes a tensor, if nothing else reads what it makes."""
     nodes = private_keras.nodes_of(functional)
-    readers = [
-        node
-        for node in nodes
-        if any(each is tensor for each in private_keras.tensors_into(node))
-    ]
-    makers = [
-        node
-        for node in nodes
-        if any(each is tensor for each in private_keras.tensors_of(node))
-    ]
-    is_output = any(
-        each is tensor for each in keras.tree.flatten(functional.outputs)
-    )
+
+    def among(tensors):
+        return any(each is tensor for each in tensors)
+
+    readers = [x for x in nodes if among(private_keras.tensors_into(x))]
+    makers = [x for x in nodes if among(private_keras.tensors_of(x))]
+    is_output = among(keras.tree.flatten(functional.outputs))
     if len(makers) != 1 or len(readers) + is_output != 1:
         return None
     (maker,) = makers
