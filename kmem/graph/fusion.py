@@ -15,27 +15,10 @@ _ARITHMETIC = ADDITIONS | {"Mul", "RealDiv", "Sub"}
 _OF_CONVOLUTION = {"BiasAddGrad": 0, "Conv2DBackpropFilter": 2}
 # Of one argument, number by number.
 _FUNCTIONS = frozenset(
-    {
-        "Abs",
-        "Elu",
-        "Erf",
-        "Erfc",
-        "Exp",
-        "Expm1",
-        "Log",
-        "Log1p",
-        "Neg",
-        "Reciprocal",
-        "Relu",
-        "Relu6",
-        "Rsqrt",
-        "Selu",
-        "Sigmoid",
-        "Softplus",
-        "Sqrt",
-        "Square",
-        "Tanh",
-    }
+    (
+        "Abs Elu Erf Erfc Exp Expm1 Log Log1p Neg Reciprocal Relu Relu6 Rsqrt "
+        "Selu Sigmoid Softplus Sqrt Square Tanh"
+    ).split()
 )
 
 

@@ -20,6 +20,7 @@ from kmem.base import drawing
 from kmem.base.sizes import format_size
 from kmem.planning.graph import Simulation
 from kmem.planning.graph import simulate
+from kmem.planning.network import MEASURED
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 
@@ -236,8 +237,17 @@ class Plan(drawing.Shown):
         if not places.issuperset(itertools.chain(*network.shared)):
             raise ValueError("no such stage")
         json.loads(self.batch)
-        if min(*self.simulation.step_bytes, self.predicted_peak_bytes) < 0:
-            raise ValueError("negative sizes")
+        numbers = [
+            getattr(stage, name)
+            for stage in network.stages
+            for name in (*MEASURED, "gradient_bytes")
+        ]
+        numbers += [self.budget_bytes or 0, self.lower_bound_seconds]
+        numbers += [self.predicted_peak_bytes, *self.simulation.step_bytes]
+        if min(*numbers, *network.value_bytes) < 0:
+            raise ValueError("negative bytes or seconds")
+        if self.mode not in ("eager", "graph", "xla"):
+            raise ValueError("no such mode")
 
 
 def _to_json(value: Any) -> Any:

@@ -125,6 +125,10 @@ def test_a_subclassed_model_shows_each_call_of_its_layers():
 
     assert log.trees == ["looping"]
     assert log.children == ["shared"] * 3 + ["head"]
+
+    # Keras calls a quantized layer by another method.
+    model.shared.quantize("int8")
+    assert opened(model).children == log.children
     assert log.lines == [("head", ["inner"])]
 
 

@@ -318,7 +318,10 @@ def test_a_file_of_another_version_is_refused(tmp_path):
         {"segments": ["all"]},
         {"resident_bytes": -(10**9)},
         {"resident_bytes": "3 MB"},
-        {"spread_bytes": 1},
+        {"no_such_field": 1},
+        {"budget_bytes": -1},
+        {"lower_bound_seconds": -1.0},
+        {"mode": "fast"},
     ],
 )
 def test_a_file_that_does_not_fit_together_is_refused(tmp_path, changes):

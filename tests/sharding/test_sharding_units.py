@@ -137,6 +137,21 @@ def test_weights_that_no_gradient_needs_are_not_gathered_again():
     assert len(engine.gathered) == DEPTH + 2
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_quantized_layer_gathers_its_adapters_when_it_is_called(quantized):
+    model = chain()
+    for layer in model.layers:
+        if quantized:
+            layer.quantize("int8")
+        layer.enable_lora(2)
+    engine = cut(model.trainable_weights)
+
+    trained(model)
+
+    # Once for the forward pass, and again for the backward pass.
+    assert len(engine.gathered) == 2 * DEPTH
+
+
 def test_the_penalty_of_a_weight_is_a_regularizer_of_keras_meanwhile():
     """Keras 3.12 takes no other function for one."""
     model = chain()
