@@ -5,8 +5,7 @@
 KerasHub's GPT-2 with random weights: 8 layers of 512 features, 16,384 words.
 Steps of Adam through `fit` over 4 rows of 512 tokens, each case in a process
 of its own. What is held is there before a step: weights and the optimizer's
-variables. The peak is that of a step, with what is held. A time is the fastest
-of several steps.
+variables. The peak is that of a step, with what is held.
 """
 
 import argparse
@@ -62,7 +61,7 @@ def build(mode, lora):
 
 
 def measure(name):
-    """Prints the trained weights, bytes and seconds."""
+    """Prints the trained weights, and bytes."""
     import numpy as np
 
     mode, lora, options = CASES[name]
@@ -80,7 +79,7 @@ def measure(name):
     )
     trained = sum(v.numpy().size for v in model.trainable_variables)
     held, peak = step.held_bytes[-1], max(step.peak_bytes[1:])
-    print(json.dumps([trained, held, peak, min(step.seconds)]))
+    print(json.dumps([trained, held, peak]))
 
 
 def main():
@@ -96,16 +95,16 @@ def main():
     header = (
         "# Fine-tuning a language model\n\n"
         f"{table.made_by(__file__, packages)}\n\n"
-        "| case | weights that are trained | held | peak of a step | time |\n"
-        "| --- | ---: | ---: | ---: | ---: |\n"
+        "| case | weights that are trained | held | peak of a step |\n"
+        "| --- | ---: | ---: | ---: |\n"
     )
     write = table.writer(arguments.output, header)
     for name in [each for each in CASES if each.endswith(arguments.only)]:
         *_, line = table.lines_of(__file__, "--one", name)
-        trained, held, peak, seconds = json.loads(line)
+        trained, held, peak = json.loads(line)
         write(
             f"| {name} | {trained / 1e6:.2f} M | {held / 1e6:.0f} MB | "
-            f"{peak / 1e6:.0f} MB | {seconds:.2f} s |\n"
+            f"{peak / 1e6:.0f} MB |\n"
         )
 
 

@@ -64,7 +64,7 @@ class _Bucket:
     is_least: bool = False
     num_steps: int = 0
     reader: undoing.Reader | None = None
-    # Takes a step, traced for what `fit` knows of its batches, with summaries?
+    # Takes a step; traced for a batch (its specs), with summaries or without.
     function: Any = None
     traced_for: tuple[str, bool] = "", False
 
@@ -73,7 +73,7 @@ class _Bucket:
         writes = self.traced_for[1] or tf.summary.should_record_summaries()
         if self.traced_for != (repr(spec), writes):
             self.traced_for = repr(spec), writes
-            # The search's, for any size, rounds otherwise, and writes nothing.
+            # The search's writes none and, for any size, rounds otherwise.
             is_whole = self.session.options.num_parts == 1
             if writes or (is_whole and batches.num_rows(spec) is not None):
                 self.session.trace_again()

@@ -76,7 +76,7 @@ class Head:
         trained = [name for name, each in variables.items() if each.trainable]
         fixed = {n: self._as_called(each) for n, each in variables.items()}
         # What comes after the product is for who asks.
-        fixed |= dict.fromkeys({"bias", "activation", "logit_soft_cap"})
+        fixed |= dict.fromkeys(("bias", "activation", "logit_soft_cap"))
 
         def multiply(hidden, *tensors):
             given = fixed | dict(zip(trained, tensors, strict=True))
@@ -100,9 +100,9 @@ class Head:
     @property
     def num_features(self) -> int:
         """How many numbers the hidden states of a token are."""
-        layer = self.layer
-        is_reversed = self.is_reversed
-        return layer.output_dim if is_reversed else layer.input_spec.axes[-1]
+        if self.is_reversed:
+            return self.layer.output_dim
+        return self.layer.input_spec.axes[-1]
 
     @property
     def soft_cap(self) -> float | None:
@@ -179,7 +179,7 @@ def of(model: keras.Model) -> Head:
             outputs = private_keras.tensors_into(node)
             continue
         if layer is not None and _is_head(layer, node, after):
-            return _checked(Head, layer, tuple(after))
+            return _checked(layer, tuple(after))
         break
     raise ValueError(
         "`chunked_loss` needs a model that ends with a `Dense` layer (with no "
@@ -230,12 +230,10 @@ def _is_head(layer, node, after) -> bool:
     return layer.activation in (*plain, *softmax)
 
 
-def _checked(make, layer, after) -> Head:
-    quantized = getattr(layer, "quantization_mode", None)
-    if (
-        quantized not in (None, "int4", "int8")
-        or layer.activity_regularizer is not None
-    ):
+def _checked(layer, after) -> Head:
+    quantized = layer.quantization_mode
+    known = quantized in (None, "int4", "int8")
+    if not known or layer.activity_regularizer is not None:
         raise ValueError(
             "`chunked_loss` needs a last layer of float numbers, or quantized "
             "to int8 or int4, without an activity regularizer. "
@@ -245,4 +243,4 @@ def _checked(make, layer, after) -> Head:
     is_reversed = not isinstance(layer, keras.layers.Dense)
     activation = None if is_reversed else layer.activation
     is_softmax = bool(after) or activation is keras.activations.softmax
-    return make(layer, after, is_softmax, is_reversed)
+    return Head(layer, after, is_softmax, is_reversed)

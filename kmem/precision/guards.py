@@ -82,9 +82,9 @@ def guarded(layer, name: str, option, left_out: bool):
         if takes_exact and (left_out or not kwargs.get("reverse")):
             args = keras.tree.map_structure(_exact, args)
             kwargs = keras.tree.map_structure(_exact, kwargs)
-            rounded = _sixteen_bit_tensors(args) if takes_ids else ()
-            for tensor in rounded:
-                raise _rounded_ids(layer, tensor)
+            rounded = takes_ids and _sixteen_bit_tensors(args)
+            if rounded:
+                raise _rounded_ids(layer, rounded[0])
         try:
             with _watching(layer), _scale_as_called(layer):
                 outputs = call(*args, **kwargs)
@@ -216,15 +216,17 @@ def _watching(layer):
 
 def _watch(op_type, inputs, attrs, outputs, op_name=None, graph=None):
     """Follows rounded tensors, and refuses to make integers of them."""
-    # A thread of a replica may compute what no layer of its own does.
-    layer = (vars(_thread).get("running") or [None])[-1]
+    # Empty in a replica's thread that computes what none of its layers does.
+    running = vars(_thread).get("running")
     # A quantized layer makes integers of what is none.
-    if op_type in _COMPUTE or getattr(layer, "quantization_mode", None):
+    is_quantized = running and running[-1].quantization_mode
+    if op_type in _COMPUTE or is_quantized:
         return
     rounded = any(hasattr(tensor, _ROUNDED_FROM) for tensor in inputs)
     if op_type == "AsString" or (
         op_type == "Cast" and outputs[0].dtype.is_integer
     ):
+        layer = _thread.running[-1]
         # Nothing is known of a tensor inside of a loop or a function, which
         # has a graph of its own. There, and in a layer that takes ids, all
         # 16-bit floats count.

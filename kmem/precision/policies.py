@@ -180,9 +180,7 @@ def _excluded(layers, option) -> set:
 
 def _refuse_other_policies(layers, excluded, dtype):
     # Sums of products of two integers of 8 bits are too large for float16.
-    quantized = (
-        (None, "int4", "int8") if dtype == "bfloat16" else (None, "int4")
-    )
+    quantized = [None, "int4", *(["int8"] if dtype == "bfloat16" else [])]
     refused = [
         f"'{layer.name}' ({layer.quantization_mode or layer.compute_dtype})"
         for layer in layers

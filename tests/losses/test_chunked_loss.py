@@ -175,6 +175,7 @@ def adapted(end, how):
 @pytest.mark.parametrize(
     "end, how",
     [
+        ("dense", "lora"),
         *(("dense", how) for how in ("int8, lora", "int4, lora", "frozen")),
         *(("tied", how) for how in ("lora", "int8, lora", "frozen")),
         ("softmax layer", "int8"),
