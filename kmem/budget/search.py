@@ -13,6 +13,7 @@ an example.
 import dataclasses
 import gc
 import math
+import warnings
 from typing import Any
 
 import keras
@@ -39,6 +40,7 @@ from kmem.planning.flat import Point
 from kmem.sharding import agreeing
 from kmem.sharding import refusals
 from kmem.step import batches
+from kmem.step.capture import CannotSplit
 
 # How many plans are run for one number of micro-batches.
 _MAX_PLANS = tuning.MAX_ATTEMPTS // 2
@@ -193,10 +195,14 @@ class _Search:
         one under those that were given was tried."""
         self._menu.most_trials = len(allowed) * (2 + _MAX_PLANS)
         counts = [self._menu.counts(options) for options in allowed]
-        exact = counts
-        if not (self._may_differ or max(map(len, counts)) == 1):
-            if self._layers_that_differ(allowed[0]):
-                exact = [each[:1] for each in counts]
+        exact, fewest, differing = counts, [each[:1] for each in counts], []
+        if counts != fewest:
+            try:
+                differing = self._layers_that_differ(allowed[0])
+            except CannotSplit:
+                counts = exact = fewest
+        if differing and not self._may_differ:
+            exact = fewest
         for options, each in zip(allowed, exact, strict=True):
             self._fastest(options, each)
         if exact is not counts:
@@ -204,6 +210,21 @@ class _Search:
         for options, each in zip(allowed, counts, strict=True):
             if self.best is None:
                 self._smallest(options, each[-1])
+        best = self.best
+        if (
+            best
+            and best.options.num_parts > 1
+            and self._menu.model in differing
+        ):
+            warnings.warn(
+                "kmem takes the loss for a mean over the examples of each "
+                "micro-batch. One that compares the examples of a batch, such "
+                "as a contrastive one, needs them together: train with a "
+                "larger `memory_budget`, or smaller batches. Received: "
+                f"{self._menu.model.name}, in {best.options.num_parts} "
+                "micro-batches, with a loss that is not Keras's alone",
+                stacklevel=2,
+            )
 
     def _differing(self, allowed: list, counts: list[list[int]]) -> None:
         """Tries the fewest micro-batches, whose numbers are others, if nothing

@@ -159,8 +159,7 @@ def _has_more_logits(model: keras.Model) -> bool:
     """Whether the loss can be computed in chunks, and its logits are more
     numbers than the hidden states that they are made of."""
     # Those of a model's own may look at its predictions.
-    readers = "test_step", "compute_loss", "compute_metrics"
-    if not has_default_step(model, *readers):
+    if not has_default_step(model, "test_step", "compute_loss"):
         return False
     try:
         chunked_loss.check(model)

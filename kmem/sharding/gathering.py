@@ -204,8 +204,9 @@ def gathered(
     layouts = [shard.layout for shard in shards]
     values = [shard.value for shard in shards]
     if _unknown.get() and not tf.executing_eagerly():
+        # Never run; but a step may look at its gradients.
         return [
-            tf.fill(layout.shape, tf.constant(float("nan"), value.dtype))
+            tf.fill(layout.shape, float("nan") * tf.reduce_sum(value))
             for layout, value in zip(layouts, values, strict=True)
         ]
 

@@ -17,10 +17,15 @@ from kmem.base import patching
 from kmem.base.private_keras import all_layers
 from kmem.base.private_keras import given_metrics
 from kmem.base.private_keras import tf_variable
+from kmem.step.multiples import Given
 
 
 class LossReached(BaseException):
     """Ends a step early, once its loss is known; see `capturing`."""
+
+
+class CannotSplit(ValueError):
+    """A step's gradients cannot be put together of those of parts."""
 
 
 class DiscardedState(keras.StatelessScope):
@@ -48,6 +53,7 @@ class Update:
         sums_rows: Whether the loss was one value a row: differentiating that
             means summing it.
         loss: What they are the gradients of, if the step scales its loss.
+        is_scaled: Whether the step scaled its loss.
     """
 
     def __init__(self):
@@ -55,24 +61,39 @@ class Update:
         self.variables: list = []
         self.sums_rows = False
         self.loss: Any = None
+        self.is_scaled = False
 
 
 @contextlib.contextmanager
-def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
+def capturing(
+    model, optimizer, adds_up: bool = False, until_loss: bool = False
+) -> Iterator[Update]:
     """Collects the one update that a step makes, instead of making it.
 
     Args:
         optimizer: What the step sees as `model.optimizer`.
+        adds_up: Whether its gradients are added to others.
         until_loss: Raise `LossReached` once the step scales its loss, or at
             the latest when it applies its gradients.
 
     Raises:
-        ValueError: If the step makes a second update. Its gradients would
-            depend on the first, which has not been made.
+        CannotSplit: If the step makes a second update, whose gradients would
+            depend on the first, which has not been made; if it reads weights
+            after its update; or if it changes its gradients otherwise than
+            sums allow, see `Given`.
+        ValueError: If it does not scale a loss that has to be.
     """
-    update = Update()
+    update, given, afterwards = Update(), Given(), tf.GradientTape()
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    # Keras's own hands its gradients on as they are, and reads no more.
+    is_default = has_default_step(model)
+    is_sum = (adds_up or is_scaled) and not is_default
 
     def apply(grads, trainable_variables=None):
+        if is_sum and not all(map(given.include, grads)):
+            _refuse_changed_gradients(model)
+        if is_scaled and not (is_default or update.is_scaled):
+            _refuse_unscaled_loss(model)
         if until_loss:
             raise LossReached
         if update.gradients is not None:
@@ -84,11 +105,14 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
             if trainable_variables is None
             else trainable_variables
         )
+        if not is_default:
+            stack.enter_context(afterwards)
 
     def scaling(scale_loss):
         def scale(loss):
             if until_loss:
                 raise LossReached
+            update.is_scaled = True
             # A loss function may give a Python number.
             update.sums_rows = len(getattr(loss, "shape", ())) > 0
             scaled = scale_loss(loss)
@@ -101,6 +125,8 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
         _refuse_second_update(model)
 
     def changes():
+        if is_sum:
+            yield given.recording()
         yield patching.attribute(model, "optimizer", optimizer)
         yield patching.method(optimizer, "apply", lambda _: apply)
         yield patching.method(optimizer, "scale_loss", scaling)
@@ -109,12 +135,50 @@ def capturing(model, optimizer, until_loss: bool = False) -> Iterator[Update]:
             if other is not optimizer and other is not inner:
                 yield patching.method(other, "apply", lambda _: refuse)
 
-    with patching.together(changes()):
+    with patching.together(changes()), contextlib.ExitStack() as stack:
         yield update
+    if afterwards.watched_variables():
+        _refuse_late_reads(model)
+
+
+def _refuse_changed_gradients(model):
+    how = (
+        "in eager mode as they are"
+        if tf.executing_eagerly()
+        else ("as they are, or times a number")
+    )
+    raise CannotSplit(
+        "Accumulating gradients needs a `train_step` that hands the gradients "
+        f"of its `tf.GradientTape` to `self.optimizer` {how}: a norm of a part "
+        "is not that of the batch. Clip them in the optimizer instead "
+        "(`clipnorm`, `global_clipnorm` or `clipvalue`), or train without "
+        "`microbatches`, `gradient_accumulation_steps`, `sharding` and "
+        f'"float16". Received: model={model.name}'
+    )
+
+
+def _refuse_late_reads(model):
+    raise CannotSplit(
+        "A `train_step` must not read weights after its update, which is made "
+        "when the step has ended. Average weights with the optimizer's "
+        "`use_ema`, or do what comes after an update in a callback's "
+        "`on_train_batch_end`; or train without `microbatches`, "
+        '`gradient_accumulation_steps`, `sharding` and "float16". Received: '
+        f"model={model.name}"
+    )
+
+
+def _refuse_unscaled_loss(model):
+    raise ValueError(
+        '`mixed_precision="float16"` needs a `train_step` that scales its '
+        "loss, as its gradients are divided by the scale: call `loss = "
+        "self.optimizer.scale_loss(loss)` before they are computed, or train "
+        f'with "bfloat16", which has no scale. Received: model={model.name}'
+    )
 
 
 def _refuse_second_update(model):
-    raise ValueError(
+    raise CannotSplit(
         "Accumulating gradients needs a `train_step` that makes one update, "
         "of `self.optimizer`: a second update would have to see the first "
         "one's weights. Compute all gradients first and apply them together, "
@@ -142,11 +206,12 @@ def changed_variables(model, optimizer) -> list:
 
 
 def has_default_step(model, *others: str) -> bool:
-    """Whether the model's `train_step`, and other methods, are Keras's own."""
+    """Whether the model's `train_step`, `compute_metrics`, which it calls after
+    its update, and other methods are Keras's own."""
     return all(
         getattr(getattr(model, name), "__func__", None)
         is getattr(keras.Model, name)
-        for name in ("train_step", *others)
+        for name in ("train_step", "compute_metrics", *others)
     )
 
 

@@ -76,12 +76,18 @@ class GradientStep:
     ):
         self._model = model
         self._train_step = train_step
-        self._optimizer = optimizer
         self._num_parts = num_parts
         self._by_group = by_group
         self._ordered = ordered or num_parts > 1
         self._processes = processes or Alone()
         self._splits = num_parts > 1 or self._processes.split_batches
+        self._capturing = functools.partial(
+            capture.capturing,
+            *(model, optimizer),
+            adds_up=num_parts > 1
+            or by_group
+            or self._processes.num_processes > 1,
+        )
         # A `Loss`, once it was looked at: the same in all replicas.
         self._loss: Any = None
         self._state: LayerState | None = None  # Likewise.
@@ -100,10 +106,13 @@ class GradientStep:
 
     def layers_that_differ(self, spec) -> list[keras.layers.Layer]:
         """Those whose numbers are others if a batch comes in parts: their
-        state depends on the examples of each, or they draw for each."""
-        releasing.function(self._count).get_concrete_function(spec)
+        state depends on the examples of each, or they draw for each; the
+        model itself, if its loss may compare them."""
+        count = functools.partial(self._count, until_loss=False)
+        releasing.function(count).get_concrete_function(spec)
         state: Any = self._state
-        return [*state.layers_that_see_parts, *state.layers_that_draw]
+        layers = [*state.layers_that_see_parts, *state.layers_that_draw]
+        return [*layers, self._model] if self._loss.may_compare else layers
 
     def warn_of_parts(self) -> None:
         """Says which layers see one part of a batch at a time, if any do."""
@@ -179,7 +188,7 @@ class GradientStep:
             with (
                 capture.DiscardedState(),
                 recording(terms, layers),
-                capture.capturing(self._model, self._optimizer) as update,
+                self._capturing() as update,
                 self._processes.weighing(share, update),
             ):
                 self._train_step(data)
@@ -188,7 +197,7 @@ class GradientStep:
         with (
             recording(terms, layers),
             metrics.counting_share(self._model, share) as results,
-            capture.capturing(self._model, self._optimizer) as update,
+            self._capturing() as update,
             self._processes.weighing(share, update),
         ):
             logs = ordering.one_by_one(self._train_step, data)
@@ -238,14 +247,13 @@ class GradientStep:
         trace.get_concrete_function(parts.spec, not all_of_it)
 
     def _run_until_loss(self, data, until_loss: bool = True) -> None:
-        model, optimizer = self._model, self._optimizer
         try:
-            with capture.capturing(model, optimizer, until_loss):
+            with self._capturing(until_loss=until_loss):
                 self._train_step(data)
         except capture.LossReached:
             pass
 
-    def _count(self, data) -> list[tf.Tensor]:
+    def _count(self, data, until_loss: bool = True) -> list[tf.Tensor]:
         model = self._model
         terms = LossTerms()
         layers = all_layers(model)
@@ -254,7 +262,7 @@ class GradientStep:
             recording(terms, layers),
             self._processes.counting(),
         ):
-            self._run_until_loss(data)
+            self._run_until_loss(data, until_loss)
             self._loss = Loss.of(model, self._train_step, terms)
             self._state = LayerState(model, scope, data)
         return [

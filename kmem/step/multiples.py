@@ -1,0 +1,95 @@
+"""Whether a step hands on its gradients, or multiples of them.
+
+The gradient of a batch is made of its parts', and of several processes'. So
+what a `train_step` does to a gradient has to be the same before and after a
+sum: it may multiply it by a number that is the same for all parts. A norm to
+clip by, a sign or noise is not of the batch but of each part. What this module
+does not do: tell apart what is neither a tape's gradient nor a short sum or
+product of them, which is refused; look into eager steps, where a gradient has
+to be the tape's own.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from kmem.base import patching
+
+# What is linear in its first input; other inputs are places and sizes.
+_SAME = frozenset(
+    "Identity Cast CheckNumerics EnsureShape Neg StopGradient PreventGradient "
+    "Reshape UnsortedSegmentSum".split()
+)
+_SUMS = frozenset("Add AddV2 AddN Sub".split())
+_QUOTIENTS = frozenset("RealDiv Div DivNoNan".split())
+
+
+class Given:
+    """The gradients that tapes gave this thread."""
+
+    def __init__(self):
+        # By their ids, which last as long as they do.
+        self._tensors: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within, gradients are taken note of."""
+
+        def replaced(gradient):
+            def call(*args, **kwargs):
+                result = gradient(*args, **kwargs)
+                for each in tf.nest.flatten(result, expand_composites=True):
+                    self._tensors[id(each)] = each
+                return result
+
+            return call
+
+        with patching.method(tf.GradientTape, "gradient", replaced):
+            yield
+
+    def include(self, gradient) -> bool:
+        """Whether it is a multiple of what was given, or `None`."""
+        if isinstance(gradient, tf.IndexedSlices):
+            return self.include(gradient.values)
+        return gradient is None or self._is_multiple(gradient)
+
+    def _is_multiple(self, tensor) -> bool:
+        if id(tensor) in self._tensors:
+            return True
+        if not tf.is_symbolic_tensor(tensor):
+            return False
+        kind, inputs = tensor.op.type, tensor.op.inputs
+        if kind in _SAME:
+            return self._is_multiple(inputs[0])
+        if kind in _SUMS:
+            return all(map(self._is_multiple, inputs))
+        if kind in _QUOTIENTS:
+            return self._is_multiple(inputs[0]) and _is_same(inputs[1])
+        if kind != "Mul":
+            return False
+        one, other = inputs
+        return (self._is_multiple(one) and _is_same(other)) or (
+            self._is_multiple(other) and _is_same(one)
+        )
+
+
+def _is_same(tensor: tf.Tensor) -> bool:
+    """Whether a number is the same for all parts: made of variables and
+    constants alone, and not by chance."""
+    waiting, seen = [tensor.op], set()
+    for op in waiting:
+        is_drawn = "Random" in op.type
+        if is_drawn or (op.type == "Placeholder" and not _is_variable(op)):
+            return False
+        inputs = {each.op for each in op.inputs} - seen
+        seen |= inputs
+        waiting += inputs
+    return True
+
+
+def _is_variable(op: tf.Operation) -> bool:
+    """Whether a graph is given a variable there, or a constant from
+    outside."""
+    return op.outputs[0].dtype == tf.resource
