@@ -7,6 +7,7 @@ the model and its optimizer are as they were.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,7 +84,9 @@ def capturing(
             sums allow, see `Given`.
         ValueError: If it does not scale a loss that has to be.
     """
-    update, given, afterwards = Update(), Given(), tf.GradientTape()
+    update, afterwards = Update(), tf.GradientTape()
+    refuse_changes = functools.partial(_refuse_changed_gradients, model)
+    given = Given(model.trainable_variables, refuse_changes)
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     # Keras's own hands its gradients on as they are, and reads no more.
     is_default = has_default_step(model)
@@ -91,7 +94,7 @@ def capturing(
 
     def apply(grads, trainable_variables=None):
         if is_sum and not all(map(given.include, grads)):
-            _refuse_changed_gradients(model)
+            refuse_changes()
         if is_scaled and not (is_default or update.is_scaled):
             _refuse_unscaled_loss(model)
         if until_loss:
@@ -148,9 +151,10 @@ def _refuse_changed_gradients(model):
         else ("as they are, or times a number")
     )
     raise CannotSplit(
-        "Accumulating gradients needs a `train_step` that hands the gradients "
-        f"of its `tf.GradientTape` to `self.optimizer` {how}: a norm of a part "
-        "is not that of the batch. Clip them in the optimizer instead "
+        "Accumulating gradients needs a `train_step` that asks its "
+        "`tf.GradientTape` for them once, and hands them to `self.optimizer` "
+        f"{how}: a norm of a part is not that of the batch. Clip them in the "
+        "optimizer instead "
         "(`clipnorm`, `global_clipnorm` or `clipvalue`), or train without "
         "`microbatches`, `gradient_accumulation_steps`, `sharding` and "
         f'"float16". Received: model={model.name}'

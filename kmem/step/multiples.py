@@ -10,12 +10,15 @@ to be the tape's own.
 """
 
 import contextlib
+import functools
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from kmem.base import patching
+from kmem.base.private_keras import tf_variable
 
 # What is linear in its first input; other inputs are places and sizes.
 _SAME = frozenset(
@@ -27,19 +30,42 @@ _QUOTIENTS = frozenset("RealDiv Div DivNoNan".split())
 
 
 class Given:
-    """The gradients that tapes gave this thread."""
+    """The gradients that tapes gave this thread.
 
-    def __init__(self):
+    Args:
+        variables: The weights that are trained.
+        refuse: Raises an error, once they are differentiated again: somewhere
+            else, or another loss.
+    """
+
+    def __init__(self, variables: list, refuse: Callable[[], None]):
         # By their ids, which last as long as they do.
         self._tensors: dict[int, Any] = {}
+        own = [*variables, *map(tf_variable, variables)]
+        self._variables = {id(variable) for variable in own}
+        self._refuse = refuse
+        self._is_within = self._has_been = False
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Within, gradients are taken note of."""
 
         def replaced(gradient):
-            def call(*args, **kwargs):
-                result = gradient(*args, **kwargs)
+            def call(tape, target, sources, *args, **kwargs):
+                compute = functools.partial(gradient, tape, target, sources)
+                # What is computed again has tapes of its own.
+                if self._is_within:
+                    return compute(*args, **kwargs)
+                found = {id(each) for each in tf.nest.flatten(sources)}
+                if not found.isdisjoint(self._variables):
+                    if self._has_been:
+                        self._refuse()
+                    self._has_been = True
+                self._is_within = True
+                try:
+                    result = compute(*args, **kwargs)
+                finally:
+                    self._is_within = False
                 for each in tf.nest.flatten(result, expand_composites=True):
                     self._tensors[id(each)] = each
                 return result

@@ -258,13 +258,14 @@ class Reporting(keras.Model):
         return logs | {"norm": keras.ops.sum(weight**2)}
 
 
-def trained_teacher(kind, **options):
+def trained_teacher(kind, run_eagerly=False, **options):
     keras.utils.set_random_seed(0)
     x = keras.Input((4,))
     model = kind(x, keras.layers.Dense(2)(x))
     model.change, model.scales = as_they_are, True
     model.average = model.add_weight((4, 2), "zeros", trainable=False)
-    kmem.wrap(model).compile(keras.optimizers.SGD(0.5), "mse")
+    optimizer = keras.optimizers.SGD(0.5)
+    kmem.wrap(model).compile(optimizer, "mse", run_eagerly=run_eagerly)
     x = np.random.default_rng(0).normal(size=(8, 4))
     history = model.fit(
         *(x, x[:, :2]), batch_size=4, shuffle=False, verbose=0, **options
@@ -291,3 +292,34 @@ def test_a_step_that_is_left_whole_reads_its_new_weights(kind, options):
 
     for some, others in zip(got, want, strict=True):
         np.testing.assert_array_equal(some, others)
+
+
+class Sharpness(Changing):
+    """Takes the gradient where the loss is higher (SAM, arXiv 2010.01412)."""
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        steps = tape.gradient(loss, weights)
+        for weight, step in zip(weights, steps, strict=True):
+            weight.assign_add(0.1 * step)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, weights)
+        for weight, step in zip(weights, steps, strict=True):
+            weight.assign_sub(0.1 * step)
+        self.optimizer.apply(gradients, weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_step_that_differentiates_its_weights_twice_is_refused(run_eagerly):
+    want = trained_teacher(Sharpness, run_eagerly=run_eagerly)
+    got = trained_teacher(Sharpness, run_eagerly=run_eagerly, remat="auto")
+    for some, others in zip(got, want, strict=True):
+        np.testing.assert_allclose(some, others, rtol=1e-6)
+
+    with pytest.raises(ValueError, match="asks its `tf.GradientTape` for them"):
+        trained_teacher(Sharpness, run_eagerly=run_eagerly, microbatches=2)
