@@ -456,10 +456,14 @@ def test_kernels_that_do_not_notice_a_refusal_end_in_an_error(python, mode):
         model.compile("sgd", "mse", run_eagerly={mode == "eager"})
         batch = np.ones((8, 16, 16, 4)), np.ones((8, 1))
         model.train_on_batch(*batch)
-        gc.collect()
-        with kmem.memory.track("CPU") as usage:
-            model.train_on_batch(*batch)
-        needed = usage.peak_bytes - usage.start_bytes
+        peaks = []
+        for _ in range(5):
+            gc.collect()
+            with kmem.memory.track("CPU") as usage:
+                model.train_on_batch(*batch)
+            peaks.append(usage.peak_bytes - usage.start_bytes)
+        # Threads may have taken more.
+        needed = min(peaks)
         num_errors = 0
         for share in np.linspace(0.0, 0.8, 10):
             gc.collect()

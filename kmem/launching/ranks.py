@@ -185,7 +185,8 @@ class Rank:
     def listen(self) -> None:
         """Takes in what it has reported, and sees whether it has ended."""
         self._hear()
-        if self.has_ended or not self._is(os.WEXITED):
+        ends = os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED
+        if self.has_ended or self._state() not in ends:
             return
         self.close()
         status = self._process.returncode
@@ -197,7 +198,7 @@ class Rank:
 
     def is_stopped(self) -> bool:
         """Whether a signal has stopped the process, which may go on yet."""
-        return not self.has_ended and self._is(os.WSTOPPED)
+        return not self.has_ended and self._state() == os.CLD_STOPPED
 
     def close(self) -> None:
         """Kills what is left of the group, and takes in its last words."""
@@ -212,10 +213,12 @@ class Rank:
         for output in self._outputs:
             output.join(_OUTPUT_SECONDS)
 
-    def _is(self, state: int) -> bool:
+    def _state(self) -> int | None:
+        """How the process was last seen to stop or end; `None` if it runs."""
         # Until it is reaped, a process keeps its number.
-        options = state | os.WNOHANG | os.WNOWAIT
-        return bool(os.waitid(os.P_PID, self._process.pid, options))
+        options = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        state = os.waitid(os.P_PID, self._process.pid, options)
+        return state.si_code if state else None
 
     def _hear(self) -> None:
         try:

@@ -82,6 +82,23 @@ def test_a_failure_is_raised():
     assert caught.value.cause == "exit code 4"
 
 
+def test_a_rank_may_end_while_the_failed_one_is_looked_for(monkeypatch):
+    first_failure = ranks.Ranks._first_failure
+
+    def once_all_have_ended(self):
+        found = first_failure(self)
+        for rank in self._ranks if found else []:
+            if not rank.has_ended:
+                os.waitid(
+                    *(os.P_PID, rank._process.pid, os.WEXITED | os.WNOWAIT)
+                )
+        return found
+
+    monkeypatch.setattr(ranks.Ranks, "_first_failure", once_all_have_ended)
+    with pytest.raises(RankFailed, match=r"rank \d failed first: exit code 4"):
+        launch(functools.partial(os._exit, 4), 2, network="host")
+
+
 def test_in_a_cluster_main_runs_in_this_process(monkeypatch):
     config = cluster.tf_config(["a:1", "b:1"], 1)
     monkeypatch.setenv("TF_CONFIG", config)
