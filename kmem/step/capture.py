@@ -7,7 +7,6 @@ the model and its optimizer are as they were.
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,7 +84,12 @@ def capturing(
         ValueError: If it does not scale a loss that has to be.
     """
     update, afterwards = Update(), tf.GradientTape()
-    refuse_changes = functools.partial(_refuse_changed_gradients, model)
+
+    def refuse_changes():
+        if update.gradients is not None:
+            _refuse_second_update(model)
+        _refuse_changed_gradients(model)
+
     given = Given(model.trainable_variables, refuse_changes)
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     # Keras's own hands its gradients on as they are, and reads no more.
@@ -145,19 +149,16 @@ def capturing(
 
 
 def _refuse_changed_gradients(model):
-    how = (
-        "in eager mode as they are"
-        if tf.executing_eagerly()
-        else ("as they are, or times a number")
-    )
+    how = "as they are, or times a number"
+    if tf.executing_eagerly():
+        how = "in eager mode as they are"
     raise CannotSplit(
         "Accumulating gradients needs a `train_step` that asks its "
         "`tf.GradientTape` for them once, and hands them to `self.optimizer` "
-        f"{how}: a norm of a part is not that of the batch. Clip them in the "
-        "optimizer instead "
-        "(`clipnorm`, `global_clipnorm` or `clipvalue`), or train without "
-        "`microbatches`, `gradient_accumulation_steps`, `sharding` and "
-        f'"float16". Received: model={model.name}'
+        f"{how}: a norm of a part is not that of the batch. Clip in the "
+        "optimizer (`clipnorm`, `global_clipnorm`, `clipvalue`), or train "
+        "without `microbatches`, `gradient_accumulation_steps`, `sharding` "
+        f'and "float16". Received: model={model.name}'
     )
 
 

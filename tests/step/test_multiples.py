@@ -119,7 +119,7 @@ def test_what_a_sum_does_not_allow_is_refused_before_training(change):
     [{"gradient_accumulation_steps": 2}, {"mixed_precision": "float16"}],
 )
 def test_groups_of_batches_and_a_scaled_loss_refuse_it_too(options):
-    with pytest.raises(ValueError, match="Clip them in the optimizer"):
+    with pytest.raises(ValueError, match="Clip in the optimizer"):
         weights(by_global_norm, options, scales=True)
 
 
