@@ -108,8 +108,7 @@ class GradientStep:
         """Those whose numbers are others if a batch comes in parts: their
         state depends on the examples of each, or they draw for each; the
         model itself, if its loss may compare them."""
-        count = functools.partial(self._count, until_loss=False)
-        releasing.function(count).get_concrete_function(spec)
+        releasing.function(self._count).get_concrete_function(spec, False)
         state: Any = self._state
         layers = [*state.layers_that_see_parts, *state.layers_that_draw]
         return [*layers, self._model] if self._loss.may_compare else layers
@@ -220,10 +219,11 @@ class GradientStep:
         self._build(parts)
         count = self._count
         if not tf.executing_eagerly():
-            count = releasing.function(count).get_concrete_function(parts.spec)
+            trace = releasing.function(count)
+            count = trace.get_concrete_function(parts.spec, True)
         if self._loss is not None and not self._loss.counted:
             return {}
-        totals = parts.sum(lambda data, rows: count(data))
+        totals = parts.sum(lambda data, rows: count(data, True))
         totals = self._processes.add_up(totals, [None] * len(totals), batch)
         loss: Any = self._loss
         return dict(zip(loss.counted, totals, strict=True))
@@ -253,7 +253,7 @@ class GradientStep:
         except capture.LossReached:
             pass
 
-    def _count(self, data, until_loss: bool = True) -> list[tf.Tensor]:
+    def _count(self, data, until_loss: bool) -> list[tf.Tensor]:
         model = self._model
         terms = LossTerms()
         layers = all_layers(model)
