@@ -19,6 +19,7 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,8 +75,10 @@ _LARGE_BYTES = 2**18
 _weight: contextvars.ContextVar[Callable | None] = contextvars.ContextVar(
     "weight", default=None
 )
-# Whether weights are not to be known: a trace that reads shapes only.
-_unknown = contextvars.ContextVar("unknown", default=False)
+# Takes the weights that are not to be known, in a trace that reads shapes.
+_unknown: contextvars.ContextVar[list[tf.Tensor] | None] = (
+    contextvars.ContextVar("unknown", default=None)
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +108,13 @@ def weight() -> tf.Tensor | None:
     return None if get_weight is None else get_weight()
 
 
-def without_values():
-    """Within, nothing is gathered in a graph: weights are not a number."""
-    return setting(_unknown, True)
+@contextlib.contextmanager
+def without_values() -> Iterator[list[tf.Tensor]]:
+    """Within, nothing is gathered in a graph: weights, which it lists, are not
+    a number."""
+    unknown: list[tf.Tensor] = []
+    with setting(_unknown, unknown):
+        yield unknown
 
 
 class Shard:
@@ -203,12 +210,15 @@ def gathered(
     engine = shards[0].engine
     layouts = [shard.layout for shard in shards]
     values = [shard.value for shard in shards]
-    if _unknown.get() and not tf.executing_eagerly():
+    unknown = _unknown.get()
+    if unknown is not None and not tf.executing_eagerly():
         # Never run; but a step may look at its gradients.
-        return [
+        wholes = [
             tf.fill(layout.shape, float("nan") * tf.reduce_sum(value))
             for layout, value in zip(layouts, values, strict=True)
         ]
+        unknown += wholes
+        return wholes
 
     def gathered_together(positions):
         own = [values[i] for i in positions]

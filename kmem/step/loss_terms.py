@@ -42,7 +42,6 @@ class LossTerms:
         denominators: `{group: scalar or None}`. Terms that are divided by the
             same number form a group: `"rows"`, `"sum"`, or `"counted_0"` and
             so on for a number that is counted in the forward pass.
-        has_scalars: Whether a loss function gave one number for all rows.
     """
 
     def __init__(self, share=None, totals=None, dropped=None):
@@ -50,7 +49,6 @@ class LossTerms:
         self._share = share
         self._totals = totals or {}
         self._dropped = dropped
-        self.has_scalars = False
         # Terms with the same mask and weights share a group. The tensors are
         # held so that an `id` stays one tensor's.
         self._counted: dict[tuple[int, int], tuple[str, tuple]] = {}
@@ -59,7 +57,6 @@ class LossTerms:
         """Reduces one term as Keras does, then scales it."""
         # A loss function may give a Python number.
         values = tf.convert_to_tensor(values)
-        self.has_scalars |= len(values.shape) == 0
         loss: Any = _reduce(values, sample_weight, mask, reduction, dtype)
         weighs = reduction == "mean_with_sample_weight"
         if reduction == "sum":
@@ -111,17 +108,30 @@ class Loss:
         counted: Those whose denominators the forward pass counts.
         only_terms: Whether it has nothing but these and regularizers.
         has_regularizers: Whether any weight has a regularizer.
-        may_compare: Whether it may compare the rows of a batch.
+        comparing: The names of its terms that compare the rows of a batch.
+        may_compare: Whether any may.
     """
 
     groups: list[str]
     counted: list[str]
     only_terms: bool
     has_regularizers: bool
+    comparing: list[str]
     may_compare: bool
 
     @classmethod
-    def of(cls, model, train_step, terms: LossTerms) -> "Loss":
+    def of(
+        cls,
+        model,
+        train_step,
+        terms: LossTerms,
+        compares: dict[str, bool | None],
+    ) -> "Loss":
+        """What a step showed.
+
+        Args:
+            compares: Which losses compare rows, see `comparing.looking`.
+        """
         plain = keras.Model
         is_default = (
             getattr(train_step, "__func__", None) is plain.train_step
@@ -138,7 +148,9 @@ class Loss:
             counted=[g for g, d in denominators.items() if d is not None],
             only_terms=only_terms,
             has_regularizers=num_regularizers > 0,
-            may_compare=terms.has_scalars or not only_terms,
+            comparing=[name for name, is_so in compares.items() if is_so],
+            may_compare=not only_terms
+            or any(is_so is not False for is_so in compares.values()),
         )
 
     def split(self) -> tuple[str, list[str]]:

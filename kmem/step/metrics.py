@@ -16,6 +16,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable
+from collections.abc import Container
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,7 +48,7 @@ class LayerState:
         self.variables = [v for v in model.weights if id(v) in assigned]
         values = {id(v): assigned[id(v)] for v in self.variables}
         if not tf.executing_eagerly() and values:
-            reached = _reached_from(tf.nest.flatten(data, True))
+            reached = reached_from(tf.nest.flatten(data, True))
             values = {k: v for k, v in values.items() if id(v) in reached}
         self.layers_that_see_parts = _innermost(model, set(values), "weights")
         drawn = assigned.keys() - {id(v) for v in model.weights}
@@ -131,8 +132,15 @@ def _innermost(
     return owners
 
 
-def _reached_from(tensors: list) -> set[int]:
-    """The tensors of a graph that are computed from some, by their `id`."""
+def reached_from(
+    tensors: list, without: Container[str] = frozenset()
+) -> set[int]:
+    """The tensors of a graph that are computed from some, by their `id`.
+
+    Args:
+        tensors: Those to begin with.
+        without: The kinds of operations that do not count.
+    """
     waiting = [t for t in tensors if tf.is_tensor(t)]
     reached: dict[int, tf.Tensor] = {}
     while waiting:
@@ -140,7 +148,7 @@ def _reached_from(tensors: list) -> set[int]:
         if id(tensor) not in reached:
             reached[id(tensor)] = tensor
             for reader in tensor.consumers():
-                waiting += reader.outputs
+                waiting += [] if reader.type in without else reader.outputs
     return set(reached)
 
 

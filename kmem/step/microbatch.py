@@ -20,6 +20,7 @@ from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.graph.ordering import Order
 from kmem.step import capture
+from kmem.step import comparing
 from kmem.step import metrics
 from kmem.step.loss_terms import ROWS
 from kmem.step.loss_terms import SUM
@@ -81,12 +82,10 @@ class GradientStep:
         self._ordered = ordered or num_parts > 1
         self._processes = processes or Alone()
         self._splits = num_parts > 1 or self._processes.split_batches
+        several = self._processes.num_processes > 1
+        self._adds_up = num_parts > 1 or by_group or several
         self._capturing = functools.partial(
-            capture.capturing,
-            *(model, optimizer),
-            adds_up=num_parts > 1
-            or by_group
-            or self._processes.num_processes > 1,
+            *(capture.capturing, model, optimizer), adds_up=self._adds_up
         )
         # A `Loss`, once it was looked at: the same in all replicas.
         self._loss: Any = None
@@ -114,7 +113,9 @@ class GradientStep:
         return [*layers, self._model] if self._loss.may_compare else layers
 
     def warn_of_parts(self) -> None:
-        """Says which layers see one part of a batch at a time, if any do."""
+        """Says which layers and losses see a part of a batch at a time."""
+        if self._adds_up and self._loss and self._loss.comparing:
+            comparing.warn(self._loss.comparing)
         metrics.warn_of_parts(
             self.layers_that_see_parts,
             self._num_parts,
@@ -260,15 +261,16 @@ class GradientStep:
         with (
             capture.DiscardedState() as scope,
             recording(terms, layers),
-            self._processes.counting(),
+            comparing.looking() as compares,
+            self._processes.counting() as unknown,
         ):
             self._run_until_loss(data, until_loss)
-            self._loss = Loss.of(model, self._train_step, terms)
+            self._loss = Loss.of(model, self._train_step, terms, compares)
             self._state = LayerState(model, scope, data)
-        return [
-            tf.cast(terms.denominators[group], tf.float64)
-            for group in self._loss.counted
-        ]
+        counted = [terms.denominators[group] for group in self._loss.counted]
+        if unknown:
+            comparing.check_masks(model, counted, unknown)
+        return [tf.cast(each, tf.float64) for each in counted]
 
 
 def compiled(
