@@ -106,24 +106,6 @@ def nodes_of(functional: Any) -> list:
     ]
 
 
-def tensors_into(node: Any) -> list:
-    """The tensors that a call of an operation reads.
-    losses/test_chunked_loss.py"""
-    return node.arguments.keras_tensors
-
-
-def tensors_of(node: Any) -> list:
-    """The tensors that a call of an operation makes.
-    losses/test_chunked_loss.py"""
-    return node.outputs
-
-
-def keywords_of(node: Any) -> dict:
-    """The keyword arguments of a call of an operation.
-    losses/test_chunked_loss.py"""
-    return node.arguments.kwargs
-
-
 def loss_tracker(model: keras.Model) -> Any:
     """What `compile` makes anew each time. test_model.py"""
     return model._loss_tracker

@@ -166,7 +166,7 @@ def of(model: keras.Model) -> Head:
         )
     after: list[Any] = []
     while True:
-        node = _maker(functional, outputs[0])
+        node: Any = _maker(functional, outputs[0])
         layer = None if node is None else node.operation
         inner = layer is not None and private_keras.functional_of(layer)
         if inner:
@@ -176,7 +176,7 @@ def of(model: keras.Model) -> Head:
             continue
         if _is_softmax(layer) and not after:
             after.append(layer)
-            outputs = private_keras.tensors_into(node)
+            outputs = node.arguments.keras_tensors
             continue
         if layer is not None and _is_head(layer, node, after):
             return _checked(layer, tuple(after))
@@ -196,8 +196,8 @@ def _maker(functional, tensor):
     def among(tensors):
         return any(each is tensor for each in tensors)
 
-    readers = [x for x in nodes if among(private_keras.tensors_into(x))]
-    makers = [x for x in nodes if among(private_keras.tensors_of(x))]
+    readers = [x for x in nodes if among(x.arguments.keras_tensors)]
+    makers = [x for x in nodes if among(x.outputs)]
     is_output = among(keras.tree.flatten(functional.outputs))
     if len(makers) != 1 or len(readers) + is_output != 1:
         return None
@@ -208,7 +208,7 @@ def _maker(functional, tensor):
 
 
 def _reverses(node) -> bool:
-    return bool(private_keras.keywords_of(node).get("reverse"))
+    return bool(node.arguments.kwargs.get("reverse"))
 
 
 def _is_softmax(layer) -> bool:
