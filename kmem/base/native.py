@@ -136,12 +136,8 @@ def _register(path: pathlib.Path | None) -> bool:
 
 
 def _load_once(path: pathlib.Path) -> None:
-    if not _state.loaded:
-        _state.library = _load(path)
-        _state.loaded = True
-
-
-def _load(path: pathlib.Path) -> ctypes.CDLL:
+    if _state.loaded:
+        return
     try:
         library = ctypes.CDLL(str(path))
         bindings.declare(library)
@@ -150,4 +146,4 @@ def _load(path: pathlib.Path) -> ctypes.CDLL:
             f"The native library cannot be loaded: {error}. Build it anew "
             "with `kmem build --force`."
         ) from error
-    return library
+    _state.library, _state.loaded = library, True

@@ -98,8 +98,10 @@ def memory_limits(kind: str) -> dict[str, int]:
 
 
 def in_xla() -> bool:
-    """Whether what is traced will be compiled by XLA. remat/test_remat.py"""
-    return tf.__internal__.get_enclosing_xla_context() is not None
+    """Whether what is traced now will be compiled by XLA.
+    remat/test_remat.py"""
+    enclosing: Any = tf.__internal__.get_enclosing_xla_context
+    return not tf.executing_eagerly() and enclosing() is not None
 
 
 def is_own_function(graph: Any) -> bool:

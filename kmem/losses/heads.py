@@ -166,7 +166,7 @@ def of(model: keras.Model) -> Head:
         )
     after: list[Any] = []
     while True:
-        node: Any = _maker(functional, outputs[0])
+        node = _maker(functional, outputs[0])
         layer = None if node is None else node.operation
         inner = layer is not None and private_keras.functional_of(layer)
         if inner:
@@ -189,7 +189,7 @@ def of(model: keras.Model) -> Head:
     )
 
 
-def _maker(functional, tensor):
+def _maker(functional, tensor) -> Any:
     """The call that makes a tensor, if nothing else reads what it makes."""
     nodes = private_keras.nodes_of(functional)
 

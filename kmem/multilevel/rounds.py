@@ -117,23 +117,14 @@ class Round:
         # Outside: gradients that pass through the level start from them.
         last = max(level.kept_steps, 1)
         if count >= _LOOPED_STEPS and count > last and not plainly:
-            with self._looping(number):
-                self._loop(number, count - last)
+            self._loop(number, count - last)
             count = last
         for _ in range(count):
             self.update(number)
 
-    @contextlib.contextmanager
-    def _looping(self, number: int):
-        """Within, a level's updates are not kept."""
-        self._in_loop.add(number)
-        try:
-            yield
-        finally:
-            self._in_loop.remove(number)
-
     def _loop(self, number: int, count: int) -> None:
-        """Makes updates of a level in a loop, which is traced once."""
+        """Makes updates of a level in a loop, which is traced once, and in
+        which they are not kept."""
         start = list(self._taken)
         each = self._structure.batches_in_update(number)
 
@@ -147,9 +138,11 @@ class Round:
             ordering.keep_order()
             return (index + 1,)
 
+        self._in_loop.add(number)
         tf.while_loop(
             lambda index: index < count, step, (0,), parallel_iterations=1
         )
+        self._in_loop.remove(number)
         take(count)
 
     def _gradient(self, number: int, batch: Any) -> Tensors:

@@ -177,7 +177,8 @@ class Plan(drawing.Shown):
         """
         content = {"format": _FORMAT, "version": _VERSION, "plan": self}
         text = json.dumps(content, default=_to_json, allow_nan=False)
-        cache.write_whole(pathlib.Path(path), text)
+        with cache.appearing(pathlib.Path(path)) as part:
+            part.write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":

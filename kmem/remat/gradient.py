@@ -306,7 +306,7 @@ class _Segment:
                 outputs, sources, output_gradients=upstream
             )
         # Not what is differentiated: that would be needed as it was, too.
-        if not (control.in_xla() or is_watched(upstream, tensors, values)):
+        if not (private_tf.in_xla() or is_watched(upstream, tensors, values)):
             latest = repeats.once(_operations()[after:])
             results = tf.nest.map_structure(latest, results)
         of_inputs, of_values, of_raw = results
