@@ -68,13 +68,11 @@ class ChunkedAttention(Mechanism):
     def _changes(self) -> Iterator[Context]:
         for layer in private_keras.all_layers(self._model):
             if _is_keras_own(layer):
-                names = (
-                    private_keras.ATTENTION_MASK,
-                    private_keras.COMPUTE_ATTENTION,
-                )
-                for name, make in zip(
-                    names, (self._masking, self._computing), strict=True
-                ):
+                replacements = {
+                    private_keras.ATTENTION_MASK: self._masking,
+                    private_keras.COMPUTE_ATTENTION: self._computing,
+                }
+                for name, make in replacements.items():
                     change = functools.partial(make, layer)
                     yield patching.method(layer, name, change)
             fused = private_keras.fused_attention(layer)

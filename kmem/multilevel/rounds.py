@@ -5,7 +5,6 @@ gradient is that of its own loss, and what reaches its variables through the
 levels below, which have just been updated.
 """
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
+from kmem.base.patching import together
 from kmem.graph import ordering
 from kmem.multilevel import updates
 from kmem.multilevel.derivatives import Tensors
@@ -157,10 +157,8 @@ class Round:
             wrt += self._levels[other].variables
         for each in self._levels:
             each.reached.clear()
-        with contextlib.ExitStack() as stack:
-            scale = _scale(self._structure.optimizers[number])
-            for each in self._levels:
-                stack.enter_context(each.scaled(scale))
+        scale = _scale(self._structure.optimizers[number])
+        with together(each.scaled(scale) for each in self._levels):
             logged, gradients = level.loss_and_gradient(batch, wrt)
             total, *vectors = _split(gradients, [level, *self._at(tree)])
             for other, vector in zip(tree, vectors, strict=True):
