@@ -81,6 +81,7 @@ def cost_of(call: Call, measured: bool, compiled: bool = False) -> Cost:
     trained = getattr(call.operation, "trainable_variables", [])
     both = _Backward(run, [_of_one_replica(v.value) for v in trained])
     traced = both.trace(inputs, results)
+    cost = both.cost
     is_counted = memory.is_counted()
     seconds = both_seconds = 0.0
     forward_peak = backward_peak = 0
@@ -89,7 +90,7 @@ def cost_of(call: Call, measured: bool, compiled: bool = False) -> Cost:
         seconds, forward_peak = measure(run, inputs)
         both_seconds, backward_peak = measure(both.run, inputs, results)
     # Of `both`, whose backward pass may need the forward pass.
-    again = bool(both.residual_bytes or both.kept_outputs)
+    again = bool(cost.residual_bytes or cost.kept_outputs)
     if not (measured and is_counted):
         forward = releasing.function(run).get_concrete_function(inputs)
         if not is_counted:
@@ -98,19 +99,14 @@ def cost_of(call: Call, measured: bool, compiled: bool = False) -> Cost:
         if not measured:
             seconds, again = _computed_seconds(forward), True
             both_seconds = _computed_seconds(traced)
-    own_bytes = both.residual_bytes + both.gradient_bytes
-    own_bytes += sum(num_bytes(results[i]) for i in both.kept_outputs)
+    own_bytes = cost.residual_bytes + cost.gradient_bytes
+    own_bytes += sum(num_bytes(results[i]) for i in cost.kept_outputs)
     own_bytes += sum(
-        num_bytes(inputs[i]) for i in set(both.gradients) - set(both.passed)
+        num_bytes(inputs[i]) for i in set(cost.gradients) - set(cost.passed)
     )
     variables = getattr(call.operation, "variables", [])
-    return Cost(
-        kept_inputs=both.kept_inputs,
-        kept_outputs=both.kept_outputs,
-        gradients=both.gradients,
-        passed=both.passed,
-        residual_bytes=both.residual_bytes,
-        gradient_bytes=both.gradient_bytes,
+    return dataclasses.replace(
+        cost,
         parameter_bytes=sum(num_bytes(v.value) for v in variables),
         forward_seconds=seconds,
         backward_seconds=max(both_seconds - again * seconds, 0.0),
@@ -154,7 +150,7 @@ class _Backward:
         return [g for g in gradients if g is not None]
 
     def trace(self, inputs, results):
-        """Traces it; reads the attributes off the graph."""
+        """Traces it; reads `cost`, without times, off the graph."""
         function = releasing.function(self._trace)
         return function.get_concrete_function(inputs, results)
 
@@ -187,45 +183,46 @@ class _Backward:
         flat_gradients = tf.nest.flatten(
             [g for g in gradients if g is not None], expand_composites=True
         )
-        self._read_inputs(inputs, output_gradients, gradients)
+        cost = _of_inputs(inputs, output_gradients, gradients)
         reads = _read_before(flat_gradients, num_forward)
         places = {root(t).ref(): i for i, t in enumerate(inputs)}
         results = {}
         for i, output in enumerate(outputs):
             if root(output).ref() not in places:
                 results.setdefault(root(output).ref(), i)
-        self.kept_inputs = tuple(
-            sorted({places[r] for r in reads & places.keys()})
-        )
-        self.kept_outputs = tuple(
-            sorted({results[r] for r in reads & results.keys()})
-        )
         rest = reads - places.keys() - results.keys()
-        self.residual_bytes = sum(
-            num_bytes(ref.deref()) for ref in rest if _is_memory(ref.deref())
+        kept = (ref.deref() for ref in rest if _is_memory(ref.deref()))
+        self.cost = dataclasses.replace(
+            cost,
+            kept_inputs=tuple(sorted(places[r] for r in reads & places.keys())),
+            kept_outputs=tuple(
+                sorted(results[r] for r in reads & results.keys())
+            ),
+            residual_bytes=sum(map(num_bytes, kept)),
         )
         return flat_gradients
 
-    def _read_inputs(self, inputs, output_gradients, gradients) -> None:
-        """Which inputs get a gradient, and which just the one handed in."""
-        floats = [i for i, t in enumerate(inputs) if t.dtype.is_floating]
-        given = {
-            i: g
-            for i, g in zip(floats, gradients, strict=False)
-            if g is not None
-        }
-        handed_in = {root(t).ref() for t in output_gradients}
-        self.gradients = tuple(given)
-        self.passed = tuple(
+
+def _of_inputs(inputs, output_gradients, gradients) -> Cost:
+    """Which inputs get a gradient, and which just the one handed in."""
+    floats = [i for i, t in enumerate(inputs) if t.dtype.is_floating]
+    given = {
+        i: g for i, g in zip(floats, gradients, strict=False) if g is not None
+    }
+    handed_in = {root(t).ref() for t in output_gradients}
+    return Cost(
+        gradients=tuple(given),
+        passed=tuple(
             i
             for i, g in given.items()
             if isinstance(g, tf.Tensor) and root(g).ref() in handed_in
-        )
-        self.gradient_bytes = sum(
+        ),
+        gradient_bytes=sum(
             num_bytes(g.values if isinstance(g, tf.IndexedSlices) else g)
             for g in gradients[len(floats) :]
             if g is not None
-        )
+        ),
+    )
 
 
 def _read_before(tensors, num_forward: int) -> set:
