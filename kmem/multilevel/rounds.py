@@ -160,7 +160,8 @@ class Round:
         scale = _scale(self._structure.optimizers[number])
         with together(each.scaled(scale) for each in self._levels):
             logged, gradients = level.loss_and_gradient(batch, wrt)
-            total, *vectors = _split(gradients, [level, *self._at(tree)])
+            below = [self._levels[number] for number in tree]
+            total, *vectors = _split(gradients, [level, *below])
             for other, vector in zip(tree, vectors, strict=True):
                 path = number, other
                 through = self._through(path, vector, tree[other])
@@ -181,7 +182,7 @@ class Round:
         """
         top, *_, number = path
         level, last = self._levels[number], self._last[number]
-        targets = self._at(tree)
+        targets = [self._levels[number] for number in tree]
         wrt = [variable for each in targets for variable in each.variables]
         level.residuals.clear()
         guess = self._structure.guesses.get(path, [])
@@ -267,9 +268,6 @@ class Round:
         return keras.tree.map_structure(
             functools.partial(_union, start, level.num_batches), data
         )
-
-    def _at(self, numbers) -> list[Level]:
-        return [self._levels[number] for number in numbers]
 
 
 def _scale(optimizer) -> Any:
