@@ -160,7 +160,7 @@ class Round:
         scale = _scale(self._structure.optimizers[number])
         with together(each.scaled(scale) for each in self._levels):
             logged, gradients = level.loss_and_gradient(batch, wrt)
-            below = [self._levels[number] for number in tree]
+            below = [self._levels[other] for other in tree]
             total, *vectors = _split(gradients, [level, *below])
             for other, vector in zip(tree, vectors, strict=True):
                 path = number, other
@@ -182,7 +182,7 @@ class Round:
         """
         top, *_, number = path
         level, last = self._levels[number], self._last[number]
-        targets = [self._levels[number] for number in tree]
+        targets = [self._levels[other] for other in tree]
         wrt = [variable for each in targets for variable in each.variables]
         level.residuals.clear()
         guess = self._structure.guesses.get(path, [])
