@@ -316,11 +316,11 @@ def capacity(device: str | None = None) -> int:
     from kmem.base import private_tf
 
     number = _number(device)
-    limit = native.stats(number).limit if native.is_registered() else None
+    limit = native.stats(number).limit if native.is_registered() else -1
     if number != bindings.CPU:
         whole = private_tf.memory_limits("GPU")[f"/device:GPU:{number - 1}"]
-        return whole if limit is None else min(whole, limit)
-    if limit is not None:
+        return whole if limit < 0 else min(whole, limit)
+    if limit >= 0:
         return limit
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -9,7 +9,9 @@ own, attention with a bias, and scores that are asked for. They stay as they
 are.
 """
 
+import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -66,23 +68,25 @@ class ChunkedAttention(Mechanism):
     def _changes(self) -> Iterator[Context]:
         for layer in private_keras.all_layers(self._model):
             if _is_keras_own(layer):
-                names = (
-                    private_keras.ATTENTION_MASK,
-                    private_keras.COMPUTE_ATTENTION,
-                )
-                for name, make in zip(
-                    names, (self._masking, self._computing), strict=True
-                ):
-                    yield patching.method(layer, name, _of(make, layer))
+                replacements = {
+                    private_keras.ATTENTION_MASK: self._masking,
+                    private_keras.COMPUTE_ATTENTION: self._computing,
+                }
+                for name, make in replacements.items():
+                    change = functools.partial(make, layer)
+                    yield patching.method(layer, name, change)
             fused = private_keras.fused_attention(layer)
             if fused is not None:
                 yield patching.attribute(*fused, lambda: True)
         yield patching.method(
             private_keras.backend_nn, "dot_product_attention", self._calling
         )
-        yield _AtEnd(self._check_calls)
+        yield self._checking_calls()
 
-    def _check_calls(self) -> None:
+    @contextlib.contextmanager
+    def _checking_calls(self) -> Iterator[None]:
+        """Warns when a block ends without an error, and without a call."""
+        yield
         if not self._num_calls:
             names = [
                 f"{layer.name} ({type(layer).__name__})"
@@ -96,7 +100,7 @@ class ChunkedAttention(Mechanism):
                 "and does not ask for scores. Leave it out. Received: "
                 f"model={self._model.name}, with "
                 f"{', '.join(names) or 'no layer of attention'}",
-                stacklevel=2,
+                stacklevel=1,
             )
 
     def _masking(self, layer, compute: Callable):
@@ -215,20 +219,6 @@ class ChunkedAttention(Mechanism):
         return run
 
 
-class _AtEnd:
-    """Does something when a block ends without an error."""
-
-    def __init__(self, run: Callable[[], None]):
-        self._run = run
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if kind is None:
-            self._run()
-
-
 def _is_keras_own(layer) -> bool:
     """Whether a layer attends as Keras's own do."""
     name = private_keras.COMPUTE_ATTENTION
@@ -239,10 +229,6 @@ def _is_keras_own(layer) -> bool:
 
 
 _OWN = {kind: getattr(kind, private_keras.COMPUTE_ATTENTION) for kind in _KINDS}
-
-
-def _of(make: Callable, layer) -> Callable:
-    return lambda compute: make(layer, compute)
 
 
 def _of_rank_4(mask: tf.Tensor) -> Any:

@@ -28,14 +28,19 @@ AUTO = "auto"
 
 
 class Stats(ctypes.Structure):
-    """`KmemStats` in custom_ops/memory/bindings.cc."""
+    """`KmemStats` in custom_ops/memory/bindings.cc: bytes, and a number."""
 
     _fields_ = [
-        (name, _INT)
-        for name in (
-            *("in_use", "peak", "limit", "largest", "num_allocations"),
-            *("refused", "cached"),
-        )
+        ("in_use", _INT),
+        ("peak", _INT),
+        # Below 0: no limit.
+        ("limit", _INT),
+        ("largest", _INT),
+        ("num_allocations", _INT),
+        # The size of the request that was refused last; 0 if none was.
+        ("refused", _INT),
+        # Freed, and kept to be used again: not in use, nor the system's yet.
+        ("cached", _INT),
     ]
 
 

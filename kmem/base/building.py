@@ -105,7 +105,9 @@ def build(force: bool = False) -> pathlib.Path:
     with _explained():
         cache.make_private(folder)
     path = folder / _library_name(compiler)
-    with _locked(folder / "lock"):
+    with open(folder / "lock", "w") as lock:
+        # Let go when the file is closed, also if the process is killed.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         # Another process may have built it while this one waited.
         if force or not _is_whole(path):
             try:
@@ -301,11 +303,3 @@ def _explained() -> Iterator[None]:
         yield
     except OSError as error:
         raise NativeLibraryError(str(error)) from error
-
-
-@contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
-    with open(path, "w") as file:
-        # Let go when the file is closed, also if the process is killed.
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

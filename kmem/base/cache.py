@@ -70,12 +70,6 @@ def appearing(path: pathlib.Path, part: str = "") -> Iterator[pathlib.Path]:
         written.unlink(missing_ok=True)
 
 
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file that appears whole or not at all."""
-    with appearing(path) as part:
-        part.write_text(text, encoding="utf-8")
-
-
 def check_private(path: pathlib.Path) -> None:
     """Checks that nobody else could have put something into a folder.
 

@@ -7,7 +7,6 @@ everything in kmem that needs no native code works.
 
 import contextlib
 import ctypes
-import dataclasses
 import os
 import pathlib
 import sys
@@ -29,22 +28,6 @@ kmem` is enough{then}."""
 _LATE_IN_A_NOTEBOOK = """\
 kmem cannot count bytes in this kernel, which has run TensorFlow before \
 `import kmem`: restart it, and import kmem first."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """The allocator's counters, in bytes but for `num_allocations`."""
-
-    in_use: int
-    peak: int
-    # None: no limit.
-    limit: int | None
-    largest: int
-    num_allocations: int
-    # The size of the request that was refused last; 0 if none was.
-    refused: int
-    # Freed, and kept to be used again: not in use, but not the system's yet.
-    cached: int
 
 
 def prepare(builds: bool = True) -> None:
@@ -109,22 +92,15 @@ def allocator() -> ctypes.CDLL:
     return _state.library
 
 
-def stats(device: int = 0) -> Stats:
+def stats(device: int = 0) -> bindings.Stats:
     """The counters of a device's allocator now.
 
     Args:
         device: 0 is the CPU, i + 1 is GPU i.
     """
-    library = allocator()
     counters = bindings.Stats()
-    library.kmem_stats(device, ctypes.byref(counters))
-    values = {
-        field.name: getattr(counters, field.name)
-        for field in dataclasses.fields(Stats)
-    }
-    if values["limit"] < 0:
-        values["limit"] = None
-    return Stats(**values)
+    allocator().kmem_stats(device, ctypes.byref(counters))
+    return counters
 
 
 def is_registered() -> bool:
@@ -160,12 +136,8 @@ def _register(path: pathlib.Path | None) -> bool:
 
 
 def _load_once(path: pathlib.Path) -> None:
-    if not _state.loaded:
-        _state.library = _load(path)
-        _state.loaded = True
-
-
-def _load(path: pathlib.Path) -> ctypes.CDLL:
+    if _state.loaded:
+        return
     try:
         library = ctypes.CDLL(str(path))
         bindings.declare(library)
@@ -174,4 +146,4 @@ def _load(path: pathlib.Path) -> ctypes.CDLL:
             f"The native library cannot be loaded: {error}. Build it anew "
             "with `kmem build --force`."
         ) from error
-    return library
+    _state.library, _state.loaded = library, True

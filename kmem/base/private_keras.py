@@ -7,6 +7,7 @@ those of methods and attributes that are replaced for a while.
 
 import contextlib
 import sys
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,24 +105,6 @@ def nodes_of(functional: Any) -> list:
         for node in by_depth[depth]
         if node.operation and not node.is_input
     ]
-
-
-def tensors_into(node: Any) -> list:
-    """The tensors that a call of an operation reads.
-    losses/test_chunked_loss.py"""
-    return node.arguments.keras_tensors
-
-
-def tensors_of(node: Any) -> list:
-    """The tensors that a call of an operation makes.
-    losses/test_chunked_loss.py"""
-    return node.outputs
-
-
-def keywords_of(node: Any) -> dict:
-    """The keyword arguments of a call of an operation.
-    losses/test_chunked_loss.py"""
-    return node.arguments.kwargs
 
 
 def loss_tracker(model: keras.Model) -> Any:
@@ -243,19 +226,10 @@ class Variable(keras.Variable):
     sharding/test_sharding_variables.py
     """
 
-    @property
-    def held(self) -> Any:
-        """What is there in its place now."""
-        raise NotImplementedError
-
-    @property
-    def held_shape(self) -> tuple[int, ...]:
-        """The shape of that."""
-        raise NotImplementedError
-
-    def put(self, value: Any) -> None:
-        """Assigns it a value."""
-        raise NotImplementedError
+    # What is there in its place now, the shape of that, and what assigns it.
+    held: Any
+    held_shape: tuple[int, ...]
+    put: Callable[[Any], None]
 
     def autocast_value(self, value: Any) -> Any:
         """A value in the dtype that the layer around computes in."""

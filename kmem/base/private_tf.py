@@ -49,20 +49,21 @@ def register_gradients(of_operation, add_up, zeros) -> None:
     pywrap_tfe.TFE_Py_RegisterVSpace(space)
 
 
-def tapes_are_stopped() -> bool:
-    """Whether no tape records what this thread does. remat/test_remat.py"""
-    return pywrap_tfe.TFE_Py_TapeSetIsStopped()
+# Whether no tape records what this thread does. remat/test_remat.py
+tapes_are_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped
 
 
 # TensorFlow's runtime.
 
-
-def context() -> Any:
-    """The runtime's face in Python: it starts at the first operation, joins
-    other processes, ends collectives and caches zeros.
-    sharding/test_sharding_engine.py, launching/test_faults.py,
-    dtr/test_dtr_device.py"""
-    return eager_context.context()
+# The runtime's face in Python: it starts at the first operation, joins other
+# processes, ends collectives and caches zeros.
+# sharding/test_sharding_engine.py, launching/test_faults.py,
+# dtr/test_dtr_device.py
+context: Any = eager_context.context
+# Whether a device of a name was registered. dtr/test_dtr_device.py
+is_custom_device = eager_context.is_custom_device
+# What `tf.random.set_seed` was given. sharding/test_sharding_engine.py
+global_seed = eager_context.global_seed
 
 
 def has_started() -> bool:
@@ -74,16 +75,6 @@ def runtime_handle() -> Any:
     """A capsule with the runtime's `TFE_Context`. dtr/test_dtr_device.py"""
     eager_context.ensure_initialized()
     return context()._handle
-
-
-def is_custom_device(name: str) -> bool:
-    """Whether a device was registered. dtr/test_dtr_device.py"""
-    return eager_context.is_custom_device(name)
-
-
-def global_seed() -> int | None:
-    """What `tf.random.set_seed` was given. sharding/test_sharding_engine.py"""
-    return eager_context.global_seed()
 
 
 def memory_limits(kind: str) -> dict[str, int]:
@@ -98,8 +89,10 @@ def memory_limits(kind: str) -> dict[str, int]:
 
 
 def in_xla() -> bool:
-    """Whether what is traced will be compiled by XLA. remat/test_remat.py"""
-    return tf.__internal__.get_enclosing_xla_context() is not None
+    """Whether what is traced now will be compiled by XLA.
+    remat/test_remat.py"""
+    enclosing: Any = tf.__internal__.get_enclosing_xla_context
+    return not tf.executing_eagerly() and enclosing() is not None
 
 
 def is_own_function(graph: Any) -> bool:

@@ -130,12 +130,11 @@ def measured(
             # It may take memory that no other step does.
             timed(step)
         while len(peaks) < tuning.NUM_STEPS:
-            with _needed() as need:
-                duration = timed(step)
+            duration, num_bytes = _timed_and_needed(step)
             # They all have to take as many.
             seconds.append(agreeing.slowest(group, duration))
-            differs = need.num_bytes not in peaks[-1:]
-            peaks.append(need.num_bytes)
+            differs = num_bytes not in peaks[-1:]
+            peaks.append(num_bytes)
             is_long = len(peaks) > 1 and sum(seconds) > tuning.ENOUGH_SECONDS
             if is_long or not agreeing.highest(group, int(differs)):
                 break
@@ -146,34 +145,30 @@ def measured(
     return Measurement(peak_bytes, min(seconds), statistics.median(seconds))
 
 
-class _Need:
-    """What a device must have for a block of code to run."""
+def _timed_and_needed(step: Callable[[], Any]) -> tuple[float, int]:
+    """The seconds of a step, and what a device must have for it to run.
 
-    num_bytes = 0
-
-
-@contextlib.contextmanager
-def _needed() -> Iterator[_Need]:
-    """Measures the peak of a block of code or, where blocks come from a pool,
-    the size of one in which each finds a place: what is free may lie in
-    pieces. What is allocated is replayed in pools of other sizes for that. On
-    a GPU that was not asked for a pool of kmem's it is TensorFlow's."""
-    library, need = native.allocator(), _Need()
+    That is its peak or, where blocks come from a pool, the size of one in
+    which each finds a place: what is free may lie in pieces. What is allocated
+    is replayed in pools of other sizes for that. On a GPU that was not asked
+    for a pool of kmem's it is TensorFlow's.
+    """
+    library, num_bytes = native.allocator(), 0
     with memory.track() as usage:
         kind = library.kmem_pool_kind(usage.number)
         if kind == bindings.NO_POOL and usage.number != bindings.CPU:
             kind = bindings.BFC_POOL
         if kind == bindings.NO_POOL:
-            yield need
+            seconds = timed(step)
         else:
             library.kmem_begin_recording(usage.number)
             try:
-                yield need
+                seconds = timed(step)
             finally:
-                need.num_bytes = library.kmem_end_recording_in_pool(
+                num_bytes = library.kmem_end_recording_in_pool(
                     usage.number, kind
                 )
-    need.num_bytes = max(need.num_bytes, usage.peak_bytes)
+    return seconds, max(num_bytes, usage.peak_bytes)
 
 
 def _iterator(strategy: tf.distribute.Strategy, batch: Any) -> Iterator:

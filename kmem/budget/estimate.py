@@ -95,15 +95,14 @@ class Estimate(drawing.Shown):
         """
         self.timeline.plot(path)
 
-    def _rows(self) -> list[tuple[str, int]]:
-        names = "parameter optimizer batch gradient activation workspace peak"
-        return [(n, getattr(self, f"{n}_bytes")) for n in names.split()]
-
     def summary(self) -> str:
         """A table: what the peak is made of, the options, and the largest
         tensors."""
         lines = [f"a step of {self.batch_size} examples"]
-        lines += [f"{n:<32} {format_size(b):>10}" for n, b in self._rows()]
+        names = "parameter optimizer batch gradient activation workspace peak"
+        for name in names.split():
+            size = getattr(self, f"{name}_bytes")
+            lines.append(f"{name:<32} {format_size(size):>10}")
         if self.is_compiled:
             lines.append("(of the step as it is without XLA)")
         lines += ["", "the peak with an option"]

@@ -137,6 +137,8 @@ def _info(args: argparse.Namespace) -> int:
     import tensorflow as tf
 
     native.prepare(builds=False)
+    devices = [each.name for each in tf.config.list_physical_devices()]
+    devices = [name.removeprefix("/physical_device:") for name in devices]
     rows = [
         ("kmem", __version__),
         ("TensorFlow", tf.__version__),
@@ -145,7 +147,7 @@ def _info(args: argparse.Namespace) -> int:
         ("Python", platform.python_version()),
         ("system", f"{platform.system()} {platform.machine()}"),
         ("matplotlib", _version("matplotlib")),
-        ("devices", ", ".join(_devices())),
+        ("devices", ", ".join(devices)),
         ("compiler", _compiler()),
         ("cache folder", cache.folder()),
         ("native library", _library()),
@@ -161,15 +163,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _devices() -> list[str]:
-    import tensorflow as tf
-
-    return [
-        device.name.removeprefix("/physical_device:")
-        for device in tf.config.list_physical_devices()
-    ]
 
 
 def _compiler() -> str:

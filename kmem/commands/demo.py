@@ -202,7 +202,9 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
             time.perf_counter()
         )
     )
-    with _limited(item), _sampling(result), _quiet(item in (PLAIN, BUDGET)):
+    runs_out = item in (PLAIN, BUDGET)
+    quiet = _quiet() if runs_out else contextlib.nullcontext()
+    with _limited(item), _sampling(result), quiet:
         try:
             history = model.fit(
                 x,
@@ -240,11 +242,8 @@ def _limited(item: Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet(quiet: bool) -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Hides TensorFlow's warnings of an error that is meant, or undone."""
-    if not quiet:
-        yield
-        return
     sys.stderr.flush()
     before = os.dup(2)
     try:

@@ -85,12 +85,8 @@ def _check_replicas(model, options: MemoryOptions) -> None:
             "`microbatches` or `remat` instead. Received: "
             f"{model.distribute_strategy.num_replicas_in_sync} replicas"
         )
-    _check_synchronized(model, options)
-
-
-def _check_synchronized(model, options: MemoryOptions) -> None:
-    """What replicas compute together cannot be traced by itself, as a loop's
-    body, a denominator or a recomputation is."""
+    # What replicas compute together cannot be traced by itself, as a loop's
+    # body, a denominator or a recomputation is.
     used = (n for n in _TRACED_APART if getattr(options, n) is not None)
     name = next(used, None)
     for layer in all_layers(model) if name else []:

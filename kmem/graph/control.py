@@ -30,11 +30,6 @@ from kmem.graph import fusion
 from kmem.graph import names
 
 
-def in_xla() -> bool:
-    """Whether what is traced now will be compiled by XLA."""
-    return not tf.executing_eagerly() and private_tf.in_xla()
-
-
 def after(
     gradients: list[tf.Tensor],
     tensors: list[tf.Tensor],
@@ -48,7 +43,7 @@ def after(
         weights: The same, but left out where a copy takes memory. What is
             computed from these alone may be merged then.
     """
-    if in_xla():
+    if private_tf.in_xla():
         return delayed(gradients, tensors), [tf.identity(w) for w in weights]
     if tf.executing_eagerly():
         gradients = []
@@ -89,7 +84,7 @@ def before(gradients: list, results: list) -> list:
         gradients: Tensors, `IndexedSlices` or `None`.
         results: The same.
     """
-    if tf.executing_eagerly() or in_xla():
+    if tf.executing_eagerly() or private_tf.in_xla():
         return results
     ops = [fusion.maker(g) for g in gradients if g is not None]
     with tf.control_dependencies(
@@ -100,7 +95,7 @@ def before(gradients: list, results: list) -> list:
 
 def kept(readers: list[tf.Operation], gradients: list) -> list:
     """Makes one of some gradients wait for operations, so that they run."""
-    if not readers or in_xla():
+    if not readers or private_tf.in_xla():
         return gradients
     for i, gradient in enumerate(gradients):
         if gradient is not None and not fusion.is_joined_later(

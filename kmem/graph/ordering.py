@@ -84,7 +84,7 @@ def hold_back(
     """
     if tf.executing_eagerly():
         return None
-    if control.in_xla():
+    if private_tf.in_xla():
         control.hold_back(gradients)
         return None
     weight_gradients = {fusion.maker(g) for g in gradients if g is not None}
@@ -151,7 +151,7 @@ def keep_order() -> None:
     graph that runs finds them (custom_ops/order).
     """
     graph = current_graph()
-    if graph is None or control.in_xla() or not native.is_registered():
+    if graph is None or private_tf.in_xla() or not native.is_registered():
         return
     library, ops = native.allocator(), _sorted(graph.get_operations())
     names = "\n".join(op.name for op in ops)

@@ -11,7 +11,6 @@ this module does not do: see what is fused across layers.
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from kmem import memory
-from kmem.graph import control
+from kmem.base import private_tf
 from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.graph import repeats
@@ -77,84 +76,65 @@ def cost_of(call: Call, measured: bool, compiled: bool = False) -> Cost:
         measured: Whether seconds are measured; computed otherwise.
         compiled: Whether XLA compiles the step.
     """
-    return _Step(call).cost(measured, compiled)
-
-
-class _Step:
-    """A call with its gradient, as functions of tensors."""
-
-    def __init__(self, call: Call):
-        args, kwargs = call.arguments
-        leaves = keras.tree.flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf)]
-        tensors = [leaves[i] for i in places]
-
-        def run(tensors) -> list[tf.Tensor]:
-            filled = list(leaves)
-            for place, tensor in zip(places, tensors, strict=True):
-                filled[place] = tensor
-            args_, kwargs_ = keras.tree.pack_sequence_as((args, kwargs), filled)
-            # Assignments of its own, and names that may begin with any sign.
-            own = capture.DiscardedState(), tf.name_scope("model")
-            with own[0], own[1], state.restored(call.ambient, []):
-                outputs = keras.tree.flatten(call.function(*args_, **kwargs_))
-            return [output for output in outputs if tf.is_tensor(output)]
-
-        self._run = run
-        self._inputs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
-        self._results = [tf.TensorSpec(t.shape, t.dtype) for t in call.results]
-        trained = getattr(call.operation, "trainable_variables", [])
-        self._variables = [_of_one_replica(v.value) for v in trained]
-        variables = getattr(call.operation, "variables", [])
-        self._parameter_bytes = sum(num_bytes(v.value) for v in variables)
-
-    @functools.cached_property
-    def _forward(self):
-        function = releasing.function(self._run)
-        return function.get_concrete_function(self._inputs)
-
-    def cost(self, measured: bool, compiled: bool) -> Cost:
-        both = _Backward(self._run, self._variables)
-        traced = both.trace(self._inputs, self._results)
-        is_counted = memory.is_counted()
-        forward_run = backward_run = _Run(0.0, 0)
-        if measured or is_counted:
-            run = _run_compiled if compiled else _run_looped
-            forward_run = run(self._run, self._inputs)
-            backward_run = run(both.run, self._inputs, self._results)
-        forward_peak = forward_run.peak_bytes
-        backward_peak = backward_run.peak_bytes
+    run, inputs = _of_tensors(call)
+    results = [tf.TensorSpec(t.shape, t.dtype) for t in call.results]
+    trained = getattr(call.operation, "trainable_variables", [])
+    both = _Backward(run, [_of_one_replica(v.value) for v in trained])
+    traced = both.trace(inputs, results)
+    cost = both.cost
+    is_counted = memory.is_counted()
+    seconds = both_seconds = 0.0
+    forward_peak = backward_peak = 0
+    if measured or is_counted:
+        measure = _run_compiled if compiled else _run_looped
+        seconds, forward_peak = measure(run, inputs)
+        both_seconds, backward_peak = measure(both.run, inputs, results)
+    # Of `both`, whose backward pass may need the forward pass.
+    again = bool(cost.residual_bytes or cost.kept_outputs)
+    if not (measured and is_counted):
+        forward = releasing.function(run).get_concrete_function(inputs)
         if not is_counted:
-            forward_peak = _computed_peak_bytes(self._forward)
+            forward_peak = _computed_peak_bytes(forward)
             backward_peak = _computed_peak_bytes(traced)
-        own_bytes = both.residual_bytes + both.gradient_bytes
-        own_bytes += sum(num_bytes(self._results[i]) for i in both.kept_outputs)
-        own_bytes += sum(
-            num_bytes(self._inputs[i])
-            for i in set(both.gradients) - set(both.passed)
-        )
-        again = bool(both.residual_bytes or both.kept_outputs)
-        if measured:
-            seconds = forward_run.seconds
-            gradient_seconds = backward_run.seconds - again * seconds
-        else:
-            seconds = _computed_seconds(self._forward)
-            gradient_seconds = _computed_seconds(traced) - seconds
-        return Cost(
-            kept_inputs=both.kept_inputs,
-            kept_outputs=both.kept_outputs,
-            gradients=both.gradients,
-            passed=both.passed,
-            residual_bytes=both.residual_bytes,
-            gradient_bytes=both.gradient_bytes,
-            parameter_bytes=self._parameter_bytes,
-            forward_seconds=seconds,
-            backward_seconds=max(gradient_seconds, 0.0),
-            forward_workspace_bytes=max(
-                0, forward_peak - sum(map(num_bytes, self._results))
-            ),
-            backward_workspace_bytes=max(0, backward_peak - own_bytes),
-        )
+        if not measured:
+            seconds, again = _computed_seconds(forward), True
+            both_seconds = _computed_seconds(traced)
+    own_bytes = cost.residual_bytes + cost.gradient_bytes
+    own_bytes += sum(num_bytes(results[i]) for i in cost.kept_outputs)
+    own_bytes += sum(
+        num_bytes(inputs[i]) for i in set(cost.gradients) - set(cost.passed)
+    )
+    variables = getattr(call.operation, "variables", [])
+    return dataclasses.replace(
+        cost,
+        parameter_bytes=sum(num_bytes(v.value) for v in variables),
+        forward_seconds=seconds,
+        backward_seconds=max(both_seconds - again * seconds, 0.0),
+        forward_workspace_bytes=max(
+            0, forward_peak - sum(map(num_bytes, results))
+        ),
+        backward_workspace_bytes=max(0, backward_peak - own_bytes),
+    )
+
+
+def _of_tensors(call: Call) -> tuple[Callable, list[tf.TensorSpec]]:
+    """A call as a function of its tensors, and what these are like."""
+    leaves = keras.tree.flatten(call.arguments)
+    places = [i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf)]
+
+    def run(tensors) -> list[tf.Tensor]:
+        filled = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        args, kwargs = keras.tree.pack_sequence_as(call.arguments, filled)
+        # Assignments of its own, and names that may begin with any sign.
+        own = capture.DiscardedState(), tf.name_scope("model")
+        with own[0], own[1], state.restored(call.ambient, []):
+            outputs = keras.tree.flatten(call.function(*args, **kwargs))
+        return [output for output in outputs if tf.is_tensor(output)]
+
+    tensors = [leaves[i] for i in places]
+    return run, [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
 
 
 class _Backward:
@@ -170,7 +150,7 @@ class _Backward:
         return [g for g in gradients if g is not None]
 
     def trace(self, inputs, results):
-        """Traces it; reads the attributes off the graph."""
+        """Traces it; reads `cost`, without times, off the graph."""
         function = releasing.function(self._trace)
         return function.get_concrete_function(inputs, results)
 
@@ -191,7 +171,7 @@ class _Backward:
             sources + self._variables,
             output_gradients=[gradient for _, gradient in pairs],
         )
-        if not control.in_xla():
+        if not private_tf.in_xla():
             latest = repeats.once(graph.get_operations()[num_forward:])
             gradients = [latest(gradient) for gradient in gradients]
         return outputs, gradients, num_forward
@@ -203,45 +183,46 @@ class _Backward:
         flat_gradients = tf.nest.flatten(
             [g for g in gradients if g is not None], expand_composites=True
         )
-        self._read_inputs(inputs, output_gradients, gradients)
+        cost = _of_inputs(inputs, output_gradients, gradients)
         reads = _read_before(flat_gradients, num_forward)
         places = {root(t).ref(): i for i, t in enumerate(inputs)}
         results = {}
         for i, output in enumerate(outputs):
             if root(output).ref() not in places:
                 results.setdefault(root(output).ref(), i)
-        self.kept_inputs = tuple(
-            sorted({places[r] for r in reads & places.keys()})
-        )
-        self.kept_outputs = tuple(
-            sorted({results[r] for r in reads & results.keys()})
-        )
         rest = reads - places.keys() - results.keys()
-        self.residual_bytes = sum(
-            num_bytes(ref.deref()) for ref in rest if _is_memory(ref.deref())
+        kept = (ref.deref() for ref in rest if _is_memory(ref.deref()))
+        self.cost = dataclasses.replace(
+            cost,
+            kept_inputs=tuple(sorted(places[r] for r in reads & places.keys())),
+            kept_outputs=tuple(
+                sorted(results[r] for r in reads & results.keys())
+            ),
+            residual_bytes=sum(map(num_bytes, kept)),
         )
         return flat_gradients
 
-    def _read_inputs(self, inputs, output_gradients, gradients) -> None:
-        """Which inputs get a gradient, and which just the one handed in."""
-        floats = [i for i, t in enumerate(inputs) if t.dtype.is_floating]
-        given = {
-            i: g
-            for i, g in zip(floats, gradients, strict=False)
-            if g is not None
-        }
-        handed_in = {root(t).ref() for t in output_gradients}
-        self.gradients = tuple(given)
-        self.passed = tuple(
+
+def _of_inputs(inputs, output_gradients, gradients) -> Cost:
+    """Which inputs get a gradient, and which just the one handed in."""
+    floats = [i for i, t in enumerate(inputs) if t.dtype.is_floating]
+    given = {
+        i: g for i, g in zip(floats, gradients, strict=False) if g is not None
+    }
+    handed_in = {root(t).ref() for t in output_gradients}
+    return Cost(
+        gradients=tuple(given),
+        passed=tuple(
             i
             for i, g in given.items()
             if isinstance(g, tf.Tensor) and root(g).ref() in handed_in
-        )
-        self.gradient_bytes = sum(
+        ),
+        gradient_bytes=sum(
             num_bytes(g.values if isinstance(g, tf.IndexedSlices) else g)
             for g in gradients[len(floats) :]
             if g is not None
-        )
+        ),
+    )
 
 
 def _read_before(tensors, num_forward: int) -> set:
@@ -269,13 +250,7 @@ def _is_memory(tensor: tf.Tensor) -> bool:
     return tensor.op.type not in ("Const", "ReadVariableOp", "Placeholder")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    seconds: float
-    peak_bytes: int
-
-
-def _run_looped(run: Callable, *specs) -> _Run:
+def _run_looped(run: Callable, *specs) -> tuple[float, int]:
     """Runs a function of lists of tensors in a loop.
 
     What starts and ends a function's run may take far longer than a small
@@ -304,7 +279,7 @@ def _run_looped(run: Callable, *specs) -> _Run:
     return _measure(lambda count: loop(tf.constant(count), *arguments).numpy())
 
 
-def _run_compiled(run: Callable, *specs) -> _Run:
+def _run_compiled(run: Callable, *specs) -> tuple[float, int]:
     """Runs a function of lists of tensors, compiled, some times in a row.
 
     Not in a loop, out of which XLA would take all that is the same each time.
@@ -323,8 +298,12 @@ def _run_compiled(run: Callable, *specs) -> _Run:
     return _measure(repeat)
 
 
-def _measure(repeat: Callable[[int], Any]) -> _Run:
-    """Measures a function that does something a number of times."""
+def _measure(repeat: Callable[[int], Any]) -> tuple[float, int]:
+    """Measures a function that does something a number of times.
+
+    Returns:
+        The seconds of it once, and the bytes of its peak.
+    """
 
     def seconds(count: int) -> float:
         begin = time.perf_counter()
@@ -337,11 +316,11 @@ def _measure(repeat: Callable[[int], Any]) -> _Run:
         short = min(seconds(1) for _ in range(_NUM_RUNS))
     peak_bytes = usage.peak_bytes - usage.start_bytes if usage else 0
     if short >= _ENOUGH_SECONDS:
-        return _Run(short, peak_bytes)
+        return short, peak_bytes
     estimate = max(seconds(2) - short, 0.0)
     more = min(_MAX_REPEATS, 1 + int(_ENOUGH_SECONDS / (estimate + 1e-6)))
     long = min(seconds(1 + more) for _ in range(_NUM_RUNS))
-    return _Run(max(0.0, long - short) / more, peak_bytes)
+    return max(0.0, long - short) / more, peak_bytes
 
 
 def _random(spec: tf.TensorSpec) -> tf.Tensor:

@@ -85,7 +85,10 @@ class Cluster:
         try:
             self._content: dict = json.loads(config)
             self.jobs: dict[str, list[str]] = self._content.get("cluster", {})
-            is_right = all(map(_is_list, self.jobs.values()))
+            is_right = all(
+                isinstance(job, list) and all(isinstance(x, str) for x in job)
+                for job in self.jobs.values()
+            )
         except (AttributeError, ValueError, RecursionError):
             is_right = False
         if not is_right:
@@ -127,12 +130,6 @@ class Cluster:
             '"task": {"type": "worker", "index": 0}}. '
             f"Received: {self._config}"
         )
-
-
-def _is_list(addresses) -> bool:
-    return isinstance(addresses, list) and all(
-        isinstance(address, str) for address in addresses
-    )
 
 
 def _join_slurm(environment: MutableMapping[str, str]) -> None:

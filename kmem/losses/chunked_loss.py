@@ -171,14 +171,9 @@ class ChunkedLoss(Mechanism):
             spec = _map(_spec, y_pred)
             if not compiled.built:
                 compiled.build(y_true, spec)
-            losses = private_keras.losses_of(compiled)
-            if len(losses) != 1:
-                raise ValueError(
-                    "`chunked_loss` needs one loss on the model's one output. "
-                    f"Received: {len(losses)} losses"
-                )
-            form = _form(head, losses[0])
-            reduce = _Reduction(call, losses[0], y_true, y_pred, sample_weight)
+            (loss,) = private_keras.losses_of(compiled)
+            form = _form(head, loss)
+            reduce = _Reduction(call, loss, y_true, y_pred, sample_weight)
             coefficients, _ = chunks.coefficients_of(
                 reduce, predictions.hidden, form.loss_dtype
             )

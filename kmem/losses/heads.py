@@ -8,7 +8,6 @@ wrote.
 
 import dataclasses
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -124,9 +123,7 @@ class Head:
 
     def passed(self) -> Context:
         """Within, the model gives hidden states in the place of logits."""
-        return patching.together(self._changes())
 
-    def _changes(self) -> Iterator[Context]:
         # Another tensor, which has another mask.
         def pass_on(call):
             return lambda inputs, *args, **kwargs: tf.identity(inputs)
@@ -140,9 +137,9 @@ class Head:
             return run
 
         change = pass_if_reversed if self.is_reversed else pass_on
-        yield patching.method(self.layer, call_of(self.layer), change)
-        for layer in self.after:
-            yield patching.method(layer, "call", pass_on)
+        own = patching.method(self.layer, call_of(self.layer), change)
+        after = [patching.method(each, "call", pass_on) for each in self.after]
+        return patching.together([own, *after])
 
 
 def of(model: keras.Model) -> Head:
@@ -167,7 +164,7 @@ def of(model: keras.Model) -> Head:
     after: list[Any] = []
     while True:
         node = _maker(functional, outputs[0])
-        layer = None if node is None else node.operation
+        layer = getattr(node, "operation", None)
         inner = layer is not None and private_keras.functional_of(layer)
         if inner:
             functional, outputs = inner, keras.tree.flatten(inner.outputs)
@@ -176,7 +173,7 @@ def of(model: keras.Model) -> Head:
             continue
         if _is_softmax(layer) and not after:
             after.append(layer)
-            outputs = private_keras.tensors_into(node)
+            outputs = node.arguments.keras_tensors
             continue
         if layer is not None and _is_head(layer, node, after):
             return _checked(layer, tuple(after))
@@ -189,15 +186,15 @@ def of(model: keras.Model) -> Head:
     )
 
 
-def _maker(functional, tensor):
+def _maker(functional, tensor) -> Any:
     """The call that makes a tensor, if nothing else reads what it makes."""
     nodes = private_keras.nodes_of(functional)
 
     def among(tensors):
         return any(each is tensor for each in tensors)
 
-    readers = [x for x in nodes if among(private_keras.tensors_into(x))]
-    makers = [x for x in nodes if among(private_keras.tensors_of(x))]
+    readers = [x for x in nodes if among(x.arguments.keras_tensors)]
+    makers = [x for x in nodes if among(x.outputs)]
     is_output = among(keras.tree.flatten(functional.outputs))
     if len(makers) != 1 or len(readers) + is_output != 1:
         return None
@@ -208,7 +205,7 @@ def _maker(functional, tensor):
 
 
 def _reverses(node) -> bool:
-    return bool(private_keras.keywords_of(node).get("reverse"))
+    return bool(node.arguments.kwargs.get("reverse"))
 
 
 def _is_softmax(layer) -> bool:

@@ -7,7 +7,6 @@ micro-batches. What this module does not do: batch normalization sees one
 micro-batch at a time, and dropout draws anew for each.
 """
 
-import abc
 import contextlib
 import threading
 from collections.abc import Callable
@@ -31,7 +30,17 @@ from kmem.step.parts import zeros
 Tensors = list[tf.Tensor]
 
 
-class Derivatives(abc.ABC):
+class _Local(threading.local):
+    """What passes find: replicas trace a step in threads of their own."""
+
+    guess: list = []
+    scale: tf.Tensor | None = None
+    in_32_bits = False
+    # The state that each pass starts from, if not as it is.
+    entry: Tensors | None = None
+
+
+class Derivatives:
     """The derivatives of one level's loss.
 
     Args:
@@ -43,7 +52,16 @@ class Derivatives(abc.ABC):
         workers: The processes that compute a batch together.
     """
 
+    # What a `Level` has, and describes.
     optimizer: Any
+    variables: list
+    state: list
+    logged: tuple[str, ...]
+    computing: Callable[[], Context]
+    loss_of: Callable[[Any], tf.Tensor]
+    loss_and_metrics: Callable[[Any], Tensors]
+    look_once: Callable[[Any], None]
+    clipped: Callable[[Tensors], Tensors]
 
     def __init__(self, name: str, num_parts: int, ordered: bool):
         self.name = name
@@ -53,44 +71,7 @@ class Derivatives(abc.ABC):
         self._num_parts = num_parts
         self._ordered = ordered or num_parts > 1
         self._is_idle = False
-        # Replicas trace a step in threads of their own.
-        self._local = threading.local()
-
-    @property
-    @abc.abstractmethod
-    def variables(self) -> list:
-        """What the level learns."""
-
-    @property
-    @abc.abstractmethod
-    def num_logged(self) -> int:
-        """How many values `loss_and_metrics` gives."""
-
-    @property
-    @abc.abstractmethod
-    def state(self) -> list:
-        """Keras's variables that the loss assigns, such as random seeds."""
-
-    @abc.abstractmethod
-    def computing(self) -> Context:
-        """What is around the loss, and around its gradients as well: they
-        may run some of it again."""
-
-    @abc.abstractmethod
-    def loss_of(self, batch: Any) -> tf.Tensor:
-        """The loss of a batch, or of a micro-batch, alone."""
-
-    @abc.abstractmethod
-    def loss_and_metrics(self, batch: Any) -> Tensors:
-        """The loss, and what else the user's function gives for the logs."""
-
-    @abc.abstractmethod
-    def look_once(self, batch: Any) -> None:
-        """Builds what the loss calls, and finds out about `state`."""
-
-    @abc.abstractmethod
-    def clipped(self, gradients: Tensors) -> Tensors:
-        """Gradients as the optimizer gets them."""
+        self._local = _Local()
 
     @property
     def steps(self) -> list:
@@ -105,7 +86,7 @@ class Derivatives(abc.ABC):
     @property
     def guess(self) -> list:
         """The variables with the solution of the step before, if any."""
-        return vars(self._local).get("guess", [])
+        return self._local.guess
 
     def guessing(self, variables: list) -> Context:
         """Within, solvers start from these variables, and assign them."""
@@ -131,8 +112,8 @@ class Derivatives(abc.ABC):
         Returns:
             The list of the means, the same on all replicas.
         """
-        if self._entry is not None:
-            assign(self.state, self._entry)
+        if self._local.entry is not None:
+            assign(self.state, self._local.entry)
         if self._num_parts == 1 and not self.workers.split_batches:
             with self.computing():
                 return mean_over_replicas(function(batch))
@@ -177,10 +158,10 @@ class Derivatives(abc.ABC):
         see `gradient`."""
         wrt = self.variables if wrt is None else wrt
         if self._is_idle:
-            logged = [tf.zeros([])] * self.num_logged
+            logged = [tf.zeros([])] * len(self.logged)
             return logged, self._stand_ins(wrt)
         self.look_once(batch)
-        scale = self._scale
+        scale = self._local.scale
 
         def of_microbatch(microbatch):
             values = self._substitutes(wrt, at)
@@ -226,7 +207,7 @@ class Derivatives(abc.ABC):
         if self._is_idle:
             return self._stand_ins(wrt, direction)
         self.look_once(batch)
-        scale = self._scale
+        scale = self._local.scale
         norm: Any = None
         if scale is not None:
             # The scaled loss alone has to fit into 16 bits then.
@@ -273,7 +254,7 @@ class Derivatives(abc.ABC):
                 from already, or else as it is now.
         """
         self.look_once(batch)
-        around = self._entry
+        around = self._local.entry
         after = read(self.state) if around is None else around
         try:
             with self._set("entry", after if state is None else state):
@@ -309,26 +290,12 @@ class Derivatives(abc.ABC):
     @contextlib.contextmanager
     def _set(self, name: str, value: Any) -> Iterator[None]:
         """Within, this thread's passes find a value."""
-        values = vars(self._local)
-        before = values.get(name)
-        values[name] = value
+        before = getattr(self._local, name)
+        setattr(self._local, name, value)
         try:
             yield
         finally:
-            values[name] = before
-
-    @property
-    def _scale(self) -> tf.Tensor | None:
-        return vars(self._local).get("scale")
-
-    @property
-    def _is_in_32_bits(self) -> bool:
-        return vars(self._local).get("in_32_bits", False)
-
-    @property
-    def _entry(self) -> Tensors | None:
-        """The state that each pass starts from, if not as it is."""
-        return vars(self._local).get("entry")
+            setattr(self._local, name, before)
 
     def _substitutes(
         self, wrt: list, at: Tensors | None

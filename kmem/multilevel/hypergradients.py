@@ -104,7 +104,8 @@ class FiniteDifference:
             values = level.values()
             forth = level.gradient(batch, wrt, at=add(values, moves))
             # One after the other: side by side they take twice the memory.
-            with tf.control_dependencies(_in_graph(forth)):
+            eager = tf.executing_eagerly()
+            with tf.control_dependencies([] if eager else forth):
                 opposite = [-move for move in moves]
                 back = level.gradient(batch, wrt, at=add(values, opposite))
         scale = norm / (2 * alpha)
@@ -159,7 +160,3 @@ class SAMA:
         adapted = [-g / tf.cast(rate, g.dtype) for g in of_gradient]
         adapted = updates.chosen(step.made, adapted, [0 * a for a in adapted])
         return FiniteDifference(self.alpha)(adapted, level, batch, wrt)
-
-
-def _in_graph(tensors: Tensors) -> Tensors:
-    return [] if tf.executing_eagerly() else tensors

@@ -254,9 +254,10 @@ class Level(Derivatives):
         return looking
 
     def computing(self) -> Context:
-        """What the level wants its loss, and gradients of it, computed in."""
+        """What the level wants its loss, and gradients of it, computed in:
+        they may run some of it again."""
 
-        in_32_bits = self._is_in_32_bits
+        in_32_bits = self._local.in_32_bits
 
         def contexts():
             for model in self.models:
@@ -287,11 +288,6 @@ class Level(Derivatives):
         penalties = losses.penalties(self.variables)
         loss = tf.add_n([loss, *(tf.cast(p, loss.dtype) for p in penalties)])
         return [loss, *metrics]
-
-    @property
-    def num_logged(self) -> int:
-        """What the loss gives for the logs, itself included."""
-        return len(self.logged)
 
     def clipped(self, gradients: Tensors) -> Tensors:
         """Gradients as the optimizer gets them."""

@@ -70,7 +70,8 @@ def warn(levels: list, history: dict[str, list]) -> None:
         for level in levels
         if (losses := history.get(f"{level.name}_loss", []))
     }
-    lost = [name for name, begin in begins.items() if begin < _length(history)]
+    num_epochs = max(map(len, history.values()), default=0)
+    lost = [name for name, begin in begins.items() if begin < num_epochs]
     if lost:
         first = min(begins.values())
         names = [f"'{name}'" for name in lost if begins[name] == first]
@@ -82,7 +83,3 @@ def warn(levels: list, history: dict[str, list]) -> None:
             "level `clipnorm` or a smaller learning rate.",
             stacklevel=3,
         )
-
-
-def _length(history: dict[str, list]) -> int:
-    return max(map(len, history.values()), default=0)

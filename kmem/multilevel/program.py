@@ -1,6 +1,7 @@
 """A multilevel program as a `keras.Model`: `fit` trains all of its levels."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -346,15 +347,12 @@ class Program(keras.Model):
     def _seeds(self) -> list:
         """Variables that no layer saves, those of the losses included."""
         used = [v for level in self.levels for v in level.state]
-        used += self._guesses()
+        if self._structure is not None:
+            # What solvers have kept for the next step.
+            used += itertools.chain(*self._structure.guesses.values())
         saved = {id(v) for v in self.weights}
         seeds = {id(v): v for v in (*self.variables, *used)}
         return [v for key, v in seeds.items() if key not in saved]
-
-    def _guesses(self) -> list:
-        """What solvers have kept for the next step."""
-        guesses = self._structure.guesses if self._structure else {}
-        return [variable for each in guesses.values() for variable in each]
 
     def evaluate(self, *args, **kwargs):
         """Evaluates the `validation_model` of the last `fit`.

@@ -5,7 +5,6 @@ gradient is that of its own loss, and what reaches its variables through the
 levels below, which have just been updated.
 """
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
+from kmem.base.patching import together
 from kmem.graph import ordering
 from kmem.multilevel import updates
 from kmem.multilevel.derivatives import Tensors
@@ -117,23 +117,14 @@ class Round:
         # Outside: gradients that pass through the level start from them.
         last = max(level.kept_steps, 1)
         if count >= _LOOPED_STEPS and count > last and not plainly:
-            with self._looping(number):
-                self._loop(number, count - last)
+            self._loop(number, count - last)
             count = last
         for _ in range(count):
             self.update(number)
 
-    @contextlib.contextmanager
-    def _looping(self, number: int):
-        """Within, a level's updates are not kept."""
-        self._in_loop.add(number)
-        try:
-            yield
-        finally:
-            self._in_loop.remove(number)
-
     def _loop(self, number: int, count: int) -> None:
-        """Makes updates of a level in a loop, which is traced once."""
+        """Makes updates of a level in a loop, which is traced once, and in
+        which they are not kept."""
         start = list(self._taken)
         each = self._structure.batches_in_update(number)
 
@@ -147,9 +138,11 @@ class Round:
             ordering.keep_order()
             return (index + 1,)
 
+        self._in_loop.add(number)
         tf.while_loop(
             lambda index: index < count, step, (0,), parallel_iterations=1
         )
+        self._in_loop.remove(number)
         take(count)
 
     def _gradient(self, number: int, batch: Any) -> Tensors:
@@ -164,12 +157,11 @@ class Round:
             wrt += self._levels[other].variables
         for each in self._levels:
             each.reached.clear()
-        with contextlib.ExitStack() as stack:
-            scale = _scale(self._structure.optimizers[number])
-            for each in self._levels:
-                stack.enter_context(each.scaled(scale))
+        scale = _scale(self._structure.optimizers[number])
+        with together(each.scaled(scale) for each in self._levels):
             logged, gradients = level.loss_and_gradient(batch, wrt)
-            total, *vectors = _split(gradients, [level, *self._at(tree)])
+            below = [self._levels[other] for other in tree]
+            total, *vectors = _split(gradients, [level, *below])
             for other, vector in zip(tree, vectors, strict=True):
                 path = number, other
                 through = self._through(path, vector, tree[other])
@@ -190,7 +182,7 @@ class Round:
         """
         top, *_, number = path
         level, last = self._levels[number], self._last[number]
-        targets = self._at(tree)
+        targets = [self._levels[other] for other in tree]
         wrt = [variable for each in targets for variable in each.variables]
         level.residuals.clear()
         guess = self._structure.guesses.get(path, [])
@@ -276,9 +268,6 @@ class Round:
         return keras.tree.map_structure(
             functools.partial(_union, start, level.num_batches), data
         )
-
-    def _at(self, numbers) -> list[Level]:
-        return [self._levels[number] for number in numbers]
 
 
 def _scale(optimizer) -> Any:

@@ -53,11 +53,9 @@ class OneProcess(Alone):
 
     def apply(self, optimizer, gradients: list, variables: list) -> None:
         """Updates variables by their whole gradients."""
-        with contextlib.ExitStack() as stack:
-            if num_replicas() > 1:
-                # The same on all replicas already.
-                reduced = accumulation.without_reduction(optimizer)
-                stack.enter_context(reduced)
+        # The same on all replicas already.
+        reduced = accumulation.without_reduction(optimizer)
+        with reduced if num_replicas() > 1 else contextlib.nullcontext():
             optimizer.apply(gradients, variables)
 
 

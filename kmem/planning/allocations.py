@@ -53,7 +53,7 @@ class Node:
     seconds: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Held:
     """An array that is in memory for some time.
 
@@ -68,7 +68,7 @@ class Held:
     node: int
     index: int
     num_bytes: int
-    born: int = 0
+    born: int
     died: int = _NEVER
 
 
@@ -170,14 +170,10 @@ class _Run:
             self._num_missing[number] = len(sources)
             for source in sources:
                 self._followers[source].append(number)
-        # The array of a value, and of each array its size, the uses to come,
-        # who made it, and from which node to which, as they began, it lived.
+        # The array of a value, all arrays, and of each the uses to come.
         self._array: dict[int, int] = {}
-        self._sizes: list[int] = []
+        self._held: list[Held] = []
         self._uses: list[int] = []
-        self._made: list[tuple[int, int]] = []
-        self._born: list[int] = []
-        self._died: list[int] = []
         self._workspace: dict[int, int] = {}
         self._in_use = self._peak_bytes = 0
         self._num_begun = self._peak_at = 0
@@ -209,10 +205,7 @@ class _Run:
             self._end(number)
             self._hand_out(thread, number)
             idle = sorted([*idle, thread])
-        lives = zip(
-            self._made, self._sizes, self._born, self._died, strict=True
-        )
-        arrays = [Held(*made, *life) for made, *life in lives if life[0]]
+        arrays = [each for each in self._held if each.num_bytes]
         held = [a for a in arrays if a.born <= self._peak_at < a.died]
         held.sort(key=lambda each: -each.num_bytes)
         return Peak(
@@ -278,20 +271,17 @@ class _Run:
             if (
                 array >= 0
                 and self._uses[array] == 1
-                and self._sizes[array] == size
+                and self._held[array].num_bytes == size
             ):
                 return array
         return None
 
     def _new(self, number: int, place: int, size: int) -> int:
-        self._sizes.append(size)
+        self._held.append(Held(number, place, size, self._num_begun))
         # Until the node ends.
         self._uses.append(0)
-        self._made.append((number, place))
-        self._born.append(self._num_begun)
-        self._died.append(_NEVER)
         self._in_use += size
-        return len(self._sizes) - 1
+        return len(self._held) - 1
 
     def _end(self, number: int) -> None:
         node = self._nodes[number]
@@ -306,6 +296,7 @@ class _Run:
                 self._free(array)
 
     def _free(self, array: int) -> None:
-        if self._died[array] == _NEVER:
-            self._in_use -= self._sizes[array]
-            self._died[array] = self._num_begun + 1
+        held = self._held[array]
+        if held.died == _NEVER:
+            self._in_use -= held.num_bytes
+            held.died = self._num_begun + 1

@@ -77,11 +77,6 @@ class Graph:
                         f"{tensor} again"
                     )
                 existing.add(tensor)
-        if not self.results <= existing:
-            raise ValueError(
-                "`results` must be made by the operations. Received: "
-                f"{sorted(self.results - existing)}"
-            )
 
     @functools.cached_property
     def maker(self) -> dict[int, int]:

@@ -92,7 +92,8 @@ class Line:
         # a backward pass before or of this stage.
         left = np.where(runs, values.residual_bytes[:stop], 0)
         done = (reads >= 0) & (reads < stop)
-        stays = done & (values.keeps[reads, values.ids] | values.again(reads))
+        used_before_last = values.first_use < reads
+        stays = done & (values.keeps[reads, values.ids] | used_before_last)
         np.add.at(left, reads[stays], values.bytes[stays])
         kept = np.concatenate([[0], np.cumsum(left)])
         plain = np.maximum(forward, backward) + kept[:-1]
@@ -237,10 +238,6 @@ class _Values:
         np.add.at(change, begin[present], self.bytes[present])
         np.add.at(change, last[present] + 1, -self.bytes[present])
         return np.cumsum(change)[:stop]
-
-    def again(self, reads) -> np.ndarray:
-        """Value -> whether it was used before its last use."""
-        return self.first_use < reads
 
 
 class _Gradients:

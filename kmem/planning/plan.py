@@ -175,9 +175,12 @@ class Plan(drawing.Shown):
         Args:
             path: A path, `.json`. The file appears whole or not at all.
         """
-        content = {"format": _FORMAT, "version": _VERSION, "plan": self}
-        text = json.dumps(content, default=_to_json, allow_nan=False)
-        cache.write_whole(pathlib.Path(path), text)
+        plan = dataclasses.asdict(self)
+        content = {"format": _FORMAT, "version": _VERSION, "plan": plan}
+        # A set in order.
+        text = json.dumps(content, default=sorted, allow_nan=False)
+        with cache.appearing(pathlib.Path(path)) as part:
+            part.write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":
@@ -250,16 +253,8 @@ class Plan(drawing.Shown):
             raise ValueError("no such mode")
 
 
-def _to_json(value: Any) -> Any:
-    """A dataclass as its fields, whichever it has; a set in order."""
-    if isinstance(value, frozenset):
-        return sorted(value)
-    names = [field.name for field in dataclasses.fields(value)]
-    return {name: getattr(value, name) for name in names}
-
-
 def _from_json(kind: Any, saved: Any) -> Any:
-    """A value of a type that a field has, from what `_to_json` made of it.
+    """A value of a type that a field has, from what `save` made of it.
 
     Raises:
         KeyError: If a dataclass lacks a field.

@@ -44,7 +44,6 @@ class Table:
     """The recurrence, solved for all budgets up to a limit: see `SlottedLine`.
 
     Attributes:
-        slot_bytes: The size of a slot.
         extra: The extra time of the whole line for 0, 1, 2, ... slots;
             infinite where it does not fit.
         num_rows: How many sub-chains were solved.
@@ -52,7 +51,6 @@ class Table:
 
     def __init__(self, line: Line, allowed, limit_bytes: int, num_slots: int):
         self._line = SlottedLine(line, allowed, limit_bytes, num_slots)
-        self.slot_bytes = self._line.slot_bytes
         count, width = line.num_blocks, self._line.width
         # By last and first block: the least memory that will do, the most
         # that is of use, and where the row begins in `_values`. Before the

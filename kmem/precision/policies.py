@@ -123,7 +123,10 @@ class _Entry:
         for layer in layers:
             left_out = layer in excluded
             if layer.compute_dtype == "float32" and not left_out:
-                self._replace_policy(layer)
+                # The public setter would lose the order and the patterns of
+                # the keys of a `DTypePolicyMap`.
+                name, policy = private_keras.DTYPE_POLICY, _Policy(layer, self)
+                self._changes.enter_context(attribute(layer, name, policy))
             if layer is model or left_out or guards.concern(layer):
                 name = call_of(layer)
                 call = guards.guarded(layer, name, option, left_out)
@@ -132,13 +135,6 @@ class _Entry:
         adder = getattr(model, private_keras.ADD_PENALTY)
         add_up = functools.partial(_in_32_bits, adder)
         change = attribute(model, private_keras.ADD_PENALTY, add_up)
-        self._changes.enter_context(change)
-
-    def _replace_policy(self, layer):
-        # The public setter would lose the order and the patterns of the keys
-        # of a `DTypePolicyMap`.
-        policy = _Policy(layer, self)
-        change = attribute(layer, private_keras.DTYPE_POLICY, policy)
         self._changes.enter_context(change)
 
     def undo(self, model):

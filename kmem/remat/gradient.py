@@ -306,7 +306,7 @@ class _Segment:
                 outputs, sources, output_gradients=upstream
             )
         # Not what is differentiated: that would be needed as it was, too.
-        if not (control.in_xla() or is_watched(upstream, tensors, values)):
+        if not (private_tf.in_xla() or is_watched(upstream, tensors, values)):
             latest = repeats.once(_operations()[after:])
             results = tf.nest.map_structure(latest, results)
         of_inputs, of_values, of_raw = results
@@ -320,8 +320,9 @@ class _Segment:
                 readers = uses.shown(self._first, second, gradient)
         elif gradient:
             given = [*self._given, *_seeds(self._values)]
-            again = uses.Run(second, [*tensors, *_seeds(delayed)])
-            uses.keep_residuals(uses.Run(self._first, given), again, gradient)
+            first = uses.computed(self._first, given)
+            again = uses.computed(second, [*tensors, *_seeds(delayed)])
+            uses.keep_residuals(first, again, gradient)
         of_inputs = control.before(of_variables, of_inputs)
         # Nobody may want those of the inputs, such as that of a batch.
         results = control.kept(readers, [*of_variables, *of_inputs])

@@ -83,7 +83,8 @@ def _inner_operations(operations) -> Iterator[tf.Operation]:
         names = [
             value.name
             for attr in op.op_def.attr
-            for value in _functions(op, attr)
+            if attr.type in ("func", "list(func)")
+            for value in tf.nest.flatten(op.get_attr(attr.name))
         ]
         if not names:
             yield op
@@ -95,11 +96,3 @@ def _inner_operations(operations) -> Iterator[tf.Operation]:
             elif name not in visited:
                 visited.add(name)
                 waiting += function.graph.get_operations()
-
-
-def _functions(op, attr) -> list:
-    if attr.type == "func":
-        return [op.get_attr(attr.name)]
-    if attr.type == "list(func)":
-        return list(op.get_attr(attr.name))
-    return []

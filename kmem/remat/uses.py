@@ -13,7 +13,6 @@ layer again for that: there a gradient reads what the first run made of its
 arguments, as in plain training, and the second run is of variables alone.
 """
 
-import dataclasses
 import weakref
 
 import tensorflow as tf
@@ -202,32 +201,26 @@ def _reader(tensor: tf.Tensor, until: list[tf.Tensor]) -> tf.Operation:
     return fusion.lasting(copies[0]).op
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One of the two runs of a function.
-
-    Args:
-        given: What it starts from, but for variables.
-    """
-
-    ops: list[tf.Operation]
-    given: list[tf.Tensor]
-
-    def computed(self) -> list[tf.Operation]:
-        """What is computed from what was given."""
-        depends = {tensor.ref() for tensor in self.given}
-        computed_ops = []
-        for op in self.ops:
-            if any(tensor.ref() in depends for tensor in op.inputs):
-                depends |= {tensor.ref() for tensor in op.outputs}
-                computed_ops.append(op)
-        return computed_ops
+def computed(
+    run: list[tf.Operation], given: list[tf.Tensor]
+) -> list[tf.Operation]:
+    """What one of the two runs of a function computes from what it was given:
+    what it starts from, but for variables."""
+    depends = {tensor.ref() for tensor in given}
+    computed_ops = []
+    for op in run:
+        if any(tensor.ref() in depends for tensor in op.inputs):
+            depends |= {tensor.ref() for tensor in op.outputs}
+            computed_ops.append(op)
+    return computed_ops
 
 
 def keep_residuals(
-    first: Run, second: Run, gradient: list[tf.Operation]
+    first: list[tf.Operation],
+    second: list[tf.Operation],
+    gradient: list[tf.Operation],
 ) -> None:
-    """Lets a gradient read what the first run has computed from what it was
+    """Lets a gradient read what the first run has `computed` from what it was
     given; what nobody reads in the second run then is not run.
 
     Where the two are not alike, such as a loop, which has more results once
@@ -235,7 +228,7 @@ def keep_residuals(
     """
     first_outputs = {
         repeated.ref(): output
-        for one, other in pairs(first.computed(), second.computed())
+        for one, other in pairs(first, second)
         for output, repeated in zip(one.outputs, other.outputs, strict=False)
     }
     for op in gradient:

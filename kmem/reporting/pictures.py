@@ -38,15 +38,15 @@ def draw_step(report: MemoryReport, graphs: Graphs) -> "Figure":
     scale, unit = _scale(report)
     ends = []
     for axes, choice in zip(pictures, choices, strict=True):
-        step = steps.step_of(report, choice, graphs)
-        drawing.bands(axes, step.seconds * 1e3, step.kinds, scale)
+        seconds, kinds = steps.step_of(report, choice, graphs)
+        drawing.bands(axes, seconds * 1e3, kinds, scale)
         drawing.mark_budget(axes.axhline, report.budget_bytes, scale)
         axes.set_ylim(0, 1.1 * _highest(report) / scale)
         axes.set_ylabel(f"memory in use, {unit}")
         peak = format_size(choice.predicted_peak_bytes)
         title = f"{describe(choice.options)}: {peak} at the peak"
         drawing.finish(axes, title, columns_below=4)
-        ends.append(step.seconds[-1] * 1e3)
+        ends.append(seconds[-1] * 1e3)
     pictures[-1].set(xlim=(0, max(ends)), xlabel="time of the step, ms")
     return figure
 

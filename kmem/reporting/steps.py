@@ -20,23 +20,15 @@ from kmem.planning.graph import Graph
 from kmem.planning.graph import simulate
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A choice's step, operation by operation.
-
-    Attributes:
-        seconds: When operations begin, and when the last one ends.
-        kinds: Of each kind the bytes that are in use during each of them.
-    """
-
-    seconds: np.ndarray
-    kinds: dict[str, np.ndarray]
-
-
 def step_of(
     report: MemoryReport, choice: Choice, graphs: dict[MemoryOptions, Graph]
-) -> Step:
-    """A choice's step, by its plan or the operations of its options."""
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """A choice's step, by its plan or the operations of its options.
+
+    Returns:
+        When operations begin, and when the last one ends; of each kind the
+        bytes that are in use during each of them.
+    """
     plan = choice.plan
     graph = graphs[choice.options] if plan is None else plan.network.graph
     schedule = graph.program if plan is None else plan.schedule
@@ -70,7 +62,7 @@ def step_of(
         kinds[kind] = kinds[kind] - less
         others += int(less.max())
     kinds = {kind: np.tile(each, count) for kind, each in kinds.items()}
-    return Step(seconds, {k: each for k, each in kinds.items() if each.any()})
+    return seconds, {k: each for k, each in kinds.items() if each.any()}
 
 
 def fastest_for_their_peak(choices: list[Choice]) -> list[Choice]:

@@ -93,7 +93,6 @@ class Reader:
         self, path: pathlib.Path, num_bytes: int, checksums: list[int]
     ):
         self._path = path
-        self._num_bytes = num_bytes
         self._checksums = checksums
         self._block: tuple[int, bytes] = (-1, b"")
         if not path.is_file():

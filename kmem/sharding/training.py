@@ -16,7 +16,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -24,6 +23,7 @@ import tensorflow as tf
 from kmem.base import private_keras
 from kmem.base.patching import Context
 from kmem.base.patching import attribute
+from kmem.base.patching import together
 from kmem.base.private_keras import all_layers
 from kmem.options import Sharding
 from kmem.sharding import slices
@@ -126,15 +126,11 @@ class ShardedTraining(Mechanism):
         """A model's function, which may not wait for others for too long."""
         return self._engine.watching(self._model.steps_per_execution)(function)
 
-    @contextlib.contextmanager
-    def computing(self, training: bool) -> Iterator[None]:
+    def computing(self, training: bool) -> Context:
         """Within, the model's layers gather their weights as they run."""
         keeps = not training or self._option.stage != "full"
-        with (
-            units.applied(self._units, keeps),
-            slices.synchronized(self._engine),
-        ):
-            yield
+        gathering = units.applied(self._units, keeps)
+        return together((gathering, slices.synchronized(self._engine)))
 
     def updating(self):
         """A context: the optimizer is given shards."""

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kmem.graph import control
+from kmem.base import private_tf
 from kmem.graph import fusion
 from kmem.graph import ordering
 from kmem.graph import releasing
@@ -101,7 +101,7 @@ class Parts:
             specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
             totals: list[tf.Tensor] = []
             graph = tf.compat.v1.get_default_graph()
-            adds = not control.in_xla()
+            adds = not private_tf.in_xla()
 
             def traced(*inputs):
                 results = function(*inputs)

@@ -13,7 +13,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
 from kmem import remat
-from kmem.graph import control
+from kmem.base import private_tf
 from kmem.step import capture
 
 MODES = ("eager", "graph", "xla")
@@ -634,10 +634,10 @@ def test_keras_and_tensorflow_keep_private_things_where_they_were():
     assert not record.should_record_backprop([x])
 
     def step():
-        seen["xla"] = control.in_xla()
+        seen["xla"] = private_tf.in_xla()
         return tf.while_loop(
             lambda i: i < 1,
-            lambda i: seen.update(loop=control.in_xla()) or i + 1,
+            lambda i: seen.update(loop=private_tf.in_xla()) or i + 1,
             [tf.constant(0)],
         )
 

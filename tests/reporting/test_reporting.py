@@ -97,7 +97,7 @@ def test_a_notebook_shows_a_report():
 
 
 def test_the_bytes_at_a_peak_are_those_of_its_operations():
-    kinds = steps.step_of(REPORT, PLAIN, GRAPHS).kinds
+    _, kinds = steps.step_of(REPORT, PLAIN, GRAPHS)
     at = int(np.argmax(sum(kinds.values())))
     # When the backward pass of the last layer but one runs: five values, the
     # gradients of two, and those of two layers' parameters.
@@ -113,13 +113,13 @@ def test_the_bytes_at_a_peak_are_those_of_its_operations():
 
 @pytest.mark.parametrize("choice, count", [(PLAIN, 1), (PLANNED, 1), (BOTH, 4)])
 def test_a_step_has_the_peak_and_the_time_that_were_predicted(choice, count):
-    step = steps.step_of(REPORT, choice, GRAPHS)
-    total = sum(step.kinds.values())
+    seconds, kinds = steps.step_of(REPORT, choice, GRAPHS)
+    total = sum(kinds.values())
     assert total.max() == choice.predicted_peak_bytes
-    assert set(step.kinds["parameters"]) == {6 * MB}
-    assert step.kinds["workspace"][np.argmax(total)] > 0
-    assert min(each.min() for each in step.kinds.values()) >= 0
-    assert step.seconds[-1] == pytest.approx(choice.predicted_seconds)
+    assert set(kinds["parameters"]) == {6 * MB}
+    assert kinds["workspace"][np.argmax(total)] > 0
+    assert min(each.min() for each in kinds.values()) >= 0
+    assert seconds[-1] == pytest.approx(choice.predicted_seconds)
     schedule = PLAN.schedule if choice.plan else NETWORK.graph.program
     assert len(total) == count * len(schedule)
 
