@@ -1,0 +1,105 @@
+"""A loss that compares the examples of a batch is told of, or refused."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kmem
+from kmem.step import comparing
+
+
+def mean(y, outputs):
+    return keras.ops.mean(keras.ops.square(y - outputs))
+
+
+def means_of_examples(y, outputs):
+    return keras.ops.mean(keras.ops.square(y - outputs), axis=-1)
+
+
+def total(y, outputs):
+    return keras.ops.sum(keras.ops.square(y - outputs))
+
+
+def contrastive(y, outputs):
+    scores = keras.ops.matmul(outputs, keras.ops.transpose(outputs))
+    return keras.ops.mean(keras.ops.logsumexp(scores, axis=1))
+
+
+def trained(loss, y=None, **options):
+    keras.utils.set_random_seed(0)
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    inputs = keras.Input((4,))
+    outputs = keras.layers.Dense(4, "sigmoid")(inputs)
+    model = kmem.wrap(keras.Model(inputs, outputs))
+    model.compile(keras.optimizers.SGD(0.5), loss)
+    y = np.abs(np.tanh(x)) if y is None else y
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, **options)
+    return model.get_weights()
+
+
+LABELS = np.array([[0], [1]] * 4)
+LOSSES = {
+    "dice": (keras.losses.Dice(), None, True),
+    "dice of each": (keras.losses.Dice(axis=(1,)), None, False),
+    "circle": (keras.losses.Circle(), LABELS, True),
+    "sparse": ("sparse_categorical_crossentropy", LABELS, False),
+    "sum": (keras.losses.MeanSquaredError(reduction="sum"), None, False),
+    "mean": (mean, None, False),
+    "means": (means_of_examples, None, False),
+    "total": (total, None, True),
+    "contrastive": (contrastive, None, True),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_compares_examples_is_named(name):
+    loss, y, compares = LOSSES[name]
+    says = contextlib.nullcontext()
+    if compares:
+        says = pytest.warns(UserWarning, match="Losses that compare the exam")
+    with says:
+        got = trained(loss, y, microbatches=2)
+    if not compares:
+        for some, others in zip(got, trained(loss, y), strict=True):
+            np.testing.assert_allclose(some, others, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_of_batches_name_it_too():
+    with pytest.warns(UserWarning, match="Received: dice"):
+        trained(keras.losses.Dice(), gradient_accumulation_steps=2)
+
+
+def test_a_mask_that_depends_on_predictions_is_refused_by_shards():
+    with pytest.raises(ValueError, match="masks do not depend on predictions"):
+        trained(keras.losses.Circle(), LABELS, sharding="full")
+
+    got = trained(keras.losses.Circle(), LABELS, sharding="optimizer")
+    want = trained(keras.losses.Circle(), LABELS)
+    for some, others in zip(got, want, strict=True):
+        np.testing.assert_allclose(some, others, rtol=1e-5)
+
+
+def test_a_loss_of_large_arrays_is_tried_on_small_ones():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with comparing.looking() as found, kmem.memory.track("CPU") as usage:
+        tf.function(lambda y, outputs: loss(y, outputs)).get_concrete_function(
+            tf.TensorSpec((None, 4096), "int32"),
+            tf.TensorSpec((None, 4096, 50_000)),
+        )
+    assert found == {loss.name: False}
+    assert usage.peak_bytes - usage.start_bytes < 2**16
+
+
+def test_a_loss_that_takes_no_random_numbers_is_not_known():
+    class Picky(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            tf.debugging.assert_greater(y_pred, 1.0)
+            return keras.ops.mean(y_pred, axis=-1)
+
+    loss = Picky(name="picky")
+    with comparing.looking() as found:
+        loss(tf.ones((6, 9)), 2 * tf.ones((6, 9)))
+    assert found == {"picky": None}
