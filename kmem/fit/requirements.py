@@ -155,11 +155,14 @@ def check_batch(
 
     Raises:
         ValueError: If batches are known to have fewer rows than micro-batches
-            are asked for, or have no shape to plan for.
+            are asked for, or have no shape to plan for; if a callback cannot
+            be used in shards.
     """
     for name in ("remat", "memory_budget"):
         if getattr(options, name) is not None:
             _check_is_dense(arguments, name)
+    if options.sharding is not None:
+        refusals.check_callbacks(arguments.get("callbacks"))
     if options.microbatches is None:
         return
     rows = pipeline.batch_rows(arguments)

@@ -307,7 +307,7 @@ class Session:
         if self._warns:
             self._warns = False
             self.step.warn_of_parts()
-        return logs
+        return keras.tree.map_structure(_as_value, logs)
 
     def _take_step(self, data):
         with self._computing(training=True):
@@ -357,6 +357,12 @@ def _as_tensor(leaf):
     if leaf is None or tf.is_tensor(leaf):
         return leaf
     return tf.convert_to_tensor(leaf)
+
+
+def _as_value(leaf):
+    """A metric's result may be its variable, which is read by then in a graph
+    and which an eager step of Keras cannot hand on."""
+    return tf.identity(leaf) if isinstance(leaf, tf.Variable) else leaf
 
 
 def guarded(session, name: str, function: Callable) -> Callable:

@@ -46,6 +46,19 @@ def check(model: keras.Model, options: MemoryOptions) -> None:
         _check_weight(variable)
 
 
+def check_callbacks(callbacks) -> None:
+    """Refuses `SwapEMAWeights`, which takes each weight for one variable."""
+    callbacks = getattr(callbacks, "callbacks", callbacks)
+    for callback in keras.tree.flatten(callbacks or []):
+        if isinstance(callback, keras.callbacks.SwapEMAWeights):
+            raise ValueError(
+                "`sharding` cannot be used with `SwapEMAWeights`, which swaps "
+                "weights that are in shards: leave it out, and evaluate the "
+                "averages after `fit`, which `use_ema` leaves in the model. "
+                f"Received: callbacks={callbacks}"
+            )
+
+
 def can_be_offloaded(model: keras.Model, options: MemoryOptions) -> bool:
     """Whether a model's state can be kept outside of its device.
 

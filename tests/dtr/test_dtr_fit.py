@@ -367,6 +367,33 @@ def test_statistics_are_in_the_logs():
     assert all(count > 0 for count in history["dtr_evictions"])
 
 
+class Largest(keras.metrics.Metric):
+    """Its result is a variable, which Keras's eager mode cannot hand on."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.largest = self.add_weight(shape=(), initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        largest = keras.ops.max(keras.ops.abs(y_pred))
+        self.largest.assign(keras.ops.maximum(self.largest, largest))
+
+    def result(self):
+        return self.largest.value
+
+
+def test_the_result_of_a_metric_may_be_its_variable():
+    histories = []
+    for options in ({}, {"dtr": True}):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        kmem.wrap(model).compile("sgd", "mse", metrics=[Largest()])
+        x = np.random.default_rng(0).normal(size=(8, 4))
+        history = model.fit(x, x[:, :2], verbose=0, shuffle=False, **options)
+        histories.append(history.history)
+    np.testing.assert_allclose(*(each["largest"] for each in histories))
+
+
 def test_compilation_by_xla_is_refused():
     model, shape = compiled(convolutional)
     model.jit_compile = True

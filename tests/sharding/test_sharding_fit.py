@@ -342,6 +342,11 @@ def _replicated():
             {"sharding": kmem.Sharding(units=("nobody",))},
             "names of layers.*nobody",
         ),
+        (
+            _compiled(optimizer=keras.optimizers.SGD(use_ema=True)),
+            {"callbacks": [keras.callbacks.SwapEMAWeights()]},
+            "cannot be used with `SwapEMAWeights`",
+        ),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(make, options, message):
