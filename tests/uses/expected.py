@@ -22,6 +22,16 @@ REFUSED: dict[tuple[str, str], str] = {
         "second update"
     ),
     ("train_step_with_two_optimizers", "sharding"): "second update",
+    **{
+        ("train_step_that_clips", option): "a norm of a part is not that of"
+        for option in _PARTS
+    },
+    **{
+        ("train_step_that_averages_weights", option): (
+            "must not read weights after its update"
+        )
+        for option in (*_PARTS, "sharding")
+    },
     ("stateful_rnn", "memory_budget"): (
         "cannot be used with layers that keep a state for each example"
     ),
@@ -39,6 +49,8 @@ REFUSED: dict[tuple[str, str], str] = {
             "train_step_with_the_compiled_loss",
             "train_step_without_a_compiled_loss",
             "train_step_with_two_optimizers",
+            "train_step_that_clips",
+            "train_step_that_averages_weights",
             "own_compute_loss",
         )
     },
@@ -51,7 +63,10 @@ REFUSED: dict[tuple[str, str], str] = {
             "output_without_a_loss",
         )
     },
-    ("loss_as_a_function", "chunked_loss"): "Leave `chunked_loss` out",
+    **{
+        (use, "chunked_loss"): "Leave `chunked_loss` out"
+        for use in ("loss_as_a_function", "loss_that_compares_examples")
+    },
     ("optimizer_that_accumulates", "gradient_accumulation_steps"): (
         "by kmem or by the optimizer, not by both"
     ),
@@ -59,6 +74,12 @@ REFUSED: dict[tuple[str, str], str] = {
 
 # Why the numbers are others; docs/accumulation.md says so as well.
 DIFFERS: dict[tuple[str, str], str] = {
+    **{
+        ("loss_that_compares_examples", option): (
+            "it compares the examples of a micro-batch"
+        )
+        for option in _PARTS
+    },
     **{
         ("batch_normalization", option): (
             "each micro-batch is normalized by its own statistics"

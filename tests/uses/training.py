@@ -103,6 +103,48 @@ def train_step_with_two_optimizers(trainer):
     return model
 
 
+def train_step_that_clips(trainer):
+    class Steps(Own):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    model = compiled(Steps())
+    trainer.fit(model, *regression())
+    return model
+
+
+def train_step_that_averages_weights(trainer):
+    class Steps(Own):
+        def build(self, shape):
+            super().build(shape)
+            self.teacher = Own()
+            self.teacher.trainable = False
+
+        def train_step(self, data):
+            logs = super().train_step(data)
+            averages, own = self.teacher.weights, self.trainable_variables
+            for average, weight in zip(averages, own, strict=True):
+                average.assign(0.9 * average + 0.1 * weight)
+            return logs
+
+    model = compiled(Steps())
+    trainer.fit(model, *regression())
+    return model
+
+
+def loss_that_compares_examples(trainer):
+    model = dense(loss=keras.losses.Dice())
+    x, y = regression()
+    trainer.fit(model, x, abs(y))
+    return model
+
+
 def own_compute_loss(trainer):
     class Losses(Own):
         def compute_loss(self, x, y, y_pred, sample_weight, training=True):
@@ -285,7 +327,9 @@ def interrupted_by_a_callback(trainer):
 USES = [
     *(overridden_fit, fit_with_an_argument_of_its_own),
     *(train_step_with_the_compiled_loss, train_step_without_a_compiled_loss),
-    *(train_step_with_two_optimizers, own_compute_loss, loss_as_a_function),
+    *(train_step_with_two_optimizers, train_step_that_clips),
+    *(train_step_that_averages_weights, own_compute_loss),
+    *(loss_as_a_function, loss_that_compares_examples),
     *(class_weight, sample_weight, validation_data, validation_split),
     *(early_stopping, model_checkpoint, backup_and_restore),
     *(learning_rate_schedule, learning_rate_callbacks),
