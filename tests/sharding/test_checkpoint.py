@@ -104,7 +104,7 @@ def trained(seed=0, units=5):
 
 
 def seeds(model):
-    return [v for v in model.variables if checkpoint._is_seed(v)]
+    return [v for v in model.variables if v.name == "seed_generator_state"]
 
 
 def shard(model, group, mirrored=False):
