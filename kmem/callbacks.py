@@ -4,6 +4,8 @@ Give them to `fit` first in the list: what follows then sees a group of
 batches applied before its epoch ends. Keras tells callbacks of an error only
 if it happens in a step; if another callback raises, the model trains with
 the options' function until its next `fit` or `compile`.
+
+`MemoryMonitor` puts memory into the training logs.
 """
 
 import contextlib
@@ -17,10 +19,11 @@ import keras
 # A dependency of TensorFlow's.
 from typing_extensions import Unpack
 
+from kmem import dtr
+from kmem import memory
 from kmem import options
 from kmem.budget import planner
 from kmem.budget.training import BudgetedSession
-from kmem.fit.monitor import MemoryMonitor as MemoryMonitor
 from kmem.fit.requirements import check
 from kmem.fit.session import Session
 from kmem.planning.plan import Plan
@@ -100,7 +103,15 @@ class MemoryOptions(EndOfGroup):
             return
         remat = self.options.remat
         if self.options.memory_budget is not None:
-            _check_alone(self.options)
+            if self.options.sharding or "sharding" in self.options.allow:
+                # It would choose within a step that others take as well.
+                raise ValueError(
+                    "`memory_budget` must be given to the `fit` of a "
+                    "`kmem.Model` if the model trains in shards: use "
+                    "`kmem.wrap(model)`. Received: "
+                    f"sharding={self.options.sharding}, "
+                    f"allow={self.options.allow}"
+                )
             check(self.model, self.options)
             # It chooses when the first batch comes.
             self._begin(BudgetedSession.of(self.model, self.options))
@@ -151,16 +162,6 @@ class MemoryOptions(EndOfGroup):
         self._session = None
 
 
-def _check_alone(option: options.MemoryOptions) -> None:
-    """A callback would choose within a step that others take as well."""
-    if option.sharding is not None or "sharding" in option.allow:
-        raise ValueError(
-            "`memory_budget` must be given to the `fit` of a `kmem.Model` if "
-            "the model trains in shards: use `kmem.wrap(model)`. Received: "
-            f"sharding={option.sharding}, allow={option.allow}"
-        )
-
-
 def _of_one(
     name: str, option: Callable[_P, Any]
 ) -> Callable[_P, MemoryOptions]:
@@ -185,3 +186,89 @@ MixedPrecision = _of_one("mixed_precision", options.MixedPrecision)
 Remat = _of_one("remat", options.Remat)
 DTR = _of_one("dtr", options.DTR)
 Sharding = _of_one("sharding", options.Sharding)
+
+
+class MemoryMonitor(keras.callbacks.Callback):
+    """Adds memory in use, and its peak, to the logs of `fit`.
+
+    Two entries, in MB (10**6 bytes):
+
+    - `memory_peak_mb`: the most that was in use since the epoch began. In the
+      logs of an epoch that is the peak of the epoch, with its validation.
+    - `memory_mb`: what is in use, after the batch or the epoch.
+
+    Under `fit(dtr=...)` there are two more, counted since the epoch began:
+
+    - `dtr_evictions`: how often a tensor was evicted.
+    - `dtr_recomputations`: how many operators ran again.
+
+    They appear in the progress bar and in `History` always, and in
+    `CSVLogger`, `TensorBoard` and other callbacks that come after this one:
+    put it first in the list. Keras hands one dictionary of logs to all of
+    them, in the order of the list, with `History` and the progress bar last.
+
+    Args:
+        device: The device to watch, such as `"CPU"` or `"GPU:1"`. Defaults to
+            `"GPU:0"` if there is one, else `"CPU:0"`.
+
+    Raises:
+        ValueError: If there is no such device.
+        RuntimeError: If kmem's allocator, which does the counting on the CPU,
+            could not be put in place: see `kmem.memory`.
+
+    Example:
+
+    ```python
+    import keras
+    import kmem
+    import numpy as np
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    history = model.fit(
+        np.ones((32, 8)),
+        np.ones((32, 1)),
+        callbacks=[kmem.callbacks.MemoryMonitor()],
+    )
+    history.history["memory_peak_mb"]
+    ```
+    """
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self._device = device
+        self._track = contextlib.ExitStack()
+        # Anything that is wrong is better said here than in `fit`: there may
+        # still be time to put the allocator in place.
+        memory.current(device)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        # Still open if the last `fit` was interrupted.
+        self._track.close()
+        self._usage = self._track.enter_context(memory.track(self._device))
+        self._dtr_before = dtr.statistics()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._add(logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._add(logs)
+        self._track.close()
+
+    def _add(self, logs: dict[str, float] | None) -> None:
+        if logs is not None:
+            logs["memory_mb"] = memory.current(self._device) / 1e6
+            logs["memory_peak_mb"] = self._usage.peak_bytes / 1e6
+            logs.update(_dtr_counts(self._dtr_before, dtr.statistics()))
+
+
+def _dtr_counts(before, now) -> dict[str, int]:
+    """What DTR did meanwhile; nothing if it was not on."""
+    if now is None or now == before:
+        return {}
+    same = before is not None and before.total_seconds <= now.total_seconds
+    return {
+        f"dtr_{name}": getattr(now, f"num_{name}")
+        - (getattr(before, f"num_{name}") if same else 0)
+        for name in ("evictions", "recomputations")
+    }

@@ -92,6 +92,18 @@ def method(
 
 
 @contextlib.contextmanager
+def member(instance, name: str, value) -> Iterator[None]:
+    """As `attribute`, of what keeps no dictionary of its own, or sets it by a
+    property; not by several threads."""
+    before = getattr(instance, name)
+    setattr(instance, name, value)
+    try:
+        yield
+    finally:
+        setattr(instance, name, before)
+
+
+@contextlib.contextmanager
 def setting(variable: contextvars.ContextVar, value) -> Iterator[None]:
     """Within, a context variable has a value."""
     token = variable.set(value)

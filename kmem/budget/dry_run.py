@@ -131,8 +131,9 @@ def measured(
             timed(step)
         while len(peaks) < tuning.NUM_STEPS:
             duration, num_bytes = _timed_and_needed(step)
-            # They all have to take as many.
-            seconds.append(agreeing.slowest(group, duration))
+            # They all have to take as many, in nanoseconds.
+            longest = agreeing.highest(group, int(1e9 * duration))
+            seconds.append(longest / 1e9)
             differs = num_bytes not in peaks[-1:]
             peaks.append(num_bytes)
             is_long = len(peaks) > 1 and sum(seconds) > tuning.ENOUGH_SECONDS

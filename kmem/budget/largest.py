@@ -33,8 +33,6 @@ from kmem.step import batches
 # At most so many dry runs; the batch is right to so much of its size.
 _MAX_RUNS = 10
 _PRECISION = 0.02
-# An input pipeline holds the batch that comes next.
-_BATCHES_AHEAD = 1
 _ALLOWED = ("microbatches", "mixed_precision")
 
 
@@ -176,7 +174,8 @@ class _Steps:
         gc.collect()
         if measured is None or usage is None:
             return None
-        ahead = _BATCHES_AHEAD * batches.num_bytes(specs)
+        # An input pipeline holds the batch that comes next.
+        ahead = batches.num_bytes(specs)
         peak = max(measured.peak_bytes, usage.peak_bytes) + ahead
         return dataclasses.replace(measured, peak_bytes=peak)
 
@@ -196,8 +195,8 @@ def _search(steps: _Steps, room: int, multiple_of: int) -> LargestBatch:
     # What was run, by size, and the smallest size that does not fit.
     peaks: dict[int, int] = {}
     too_large: int | None = None
-    size = multiple_of
-    while steps.num_runs < _MAX_RUNS:
+    best, size = 0, multiple_of
+    while size and steps.num_runs < _MAX_RUNS:
         measured = steps.measure(size)
         if measured is not None:
             peaks[size] = measured.peak_bytes
@@ -206,11 +205,7 @@ def _search(steps: _Steps, room: int, multiple_of: int) -> LargestBatch:
         else:
             too_large = size if too_large is None else min(size, too_large)
         best = max(fits, default=0)
-        following = _next(peaks, best, too_large, room, multiple_of)
-        if following is None:
-            break
-        size = following
-    best = max(fits, default=0)
+        size = _next(peaks, best, too_large, room, multiple_of)
     if not best:
         return LargestBatch(0, 0.0, 0, room, steps.num_runs)
     own = fits[best]

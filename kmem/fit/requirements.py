@@ -43,11 +43,15 @@ def check(model, options: MemoryOptions) -> None:
         )
     if not options.allows_xla:
         _check_xla(model, options)
-    if options.dtr is not None:
-        _check_dtr(model)
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if options.dtr is not None and replicas > 1:
+        raise ValueError(
+            "`dtr` must have one replica in a process. "
+            f"Received: {replicas} replicas"
+        )
     if options.sharding is not None:
         refusals.check(model, options)
-    if model.distribute_strategy.num_replicas_in_sync > 1:
+    if replicas > 1:
         _check_replicas(model, options)
     _check_layers(model, options)
     if options.chunked_loss:
@@ -110,15 +114,6 @@ def _check_xla(model, options: MemoryOptions) -> None:
         "`model.compile(jit_compile=False)`, or use `remat`. "
         "Received: jit_compile=True"
     )
-
-
-def _check_dtr(model) -> None:
-    replicas = model.distribute_strategy.num_replicas_in_sync
-    if replicas > 1:
-        raise ValueError(
-            "`dtr` must have one replica in a process. "
-            f"Received: {replicas} replicas"
-        )
 
 
 def _check_is_dense(arguments: MutableMapping[str, Any], name: str) -> None:

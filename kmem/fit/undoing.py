@@ -37,10 +37,6 @@ class Reader:
         )
         self._arrays: list[np.ndarray] = []
 
-    def reads(self, variables: list) -> bool:
-        """Whether it reads these."""
-        return [*map(id, self.variables)] == [*map(id, variables)]
-
     def read(self) -> list[np.ndarray]:
         """Their values, outside of the device, until they are read again.
 
@@ -141,7 +137,9 @@ class Changes:
     def reader(self, earlier: Reader | None) -> Reader:
         """Reads these variables; `earlier`, if it reads no others."""
         variables = self.variables
-        if earlier is not None and earlier.reads(variables):
+        if earlier is not None and (
+            [*map(id, earlier.variables)] == [*map(id, variables)]
+        ):
             return earlier
         return Reader(variables)
 

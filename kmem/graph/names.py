@@ -9,13 +9,13 @@ scope of the second run lies within that of the first.
 import collections
 import contextlib
 import re
-from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from kmem.base import private_tf
+from kmem.base.patching import member
 
 _Entered = contextlib.AbstractContextManager[str]
 
@@ -45,7 +45,7 @@ class Scopes:
                 names.append(graph.get_name_scope())
                 yield scope
 
-        with _instead(graph, "name_scope", name_scope):
+        with member(graph, "name_scope", name_scope):
             yield
 
     @contextlib.contextmanager
@@ -79,8 +79,8 @@ class Scopes:
 
         with (
             within(self._outer),
-            _instead(graph, "get_name_scope", get_name_scope),
-            _instead(graph, "name_scope", name_scope),
+            member(graph, "get_name_scope", get_name_scope),
+            member(graph, "name_scope", name_scope),
         ):
             yield
 
@@ -104,22 +104,17 @@ def copy(tensor: tf.Tensor) -> tf.Tensor:
         return tf.identity(tensor)
 
 
-@contextlib.contextmanager
-def _instead(graph: tf.Graph, name: str, method: Callable) -> Iterator[None]:
-    """As `patching.attribute`, for what keeps no dictionary of its own."""
-    actual = getattr(graph, name)
-    setattr(graph, name, method)
-    try:
-        yield
-    finally:
-        setattr(graph, name, actual)
-
-
 def current_graph() -> tf.Graph | None:
     """The graph that is being made; none in eager mode."""
     if tf.executing_eagerly():
         return None
     return tf.compat.v1.get_default_graph()
+
+
+def operations() -> list[tf.Operation]:
+    """All of the graph that is being made; none in eager mode."""
+    graph = current_graph()
+    return [] if graph is None else graph.get_operations()
 
 
 def function_within(outer: tf.Graph | None) -> tf.Graph | None:

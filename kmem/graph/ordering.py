@@ -32,6 +32,7 @@ from kmem.graph import control
 from kmem.graph import fusion
 from kmem.graph import repeats
 from kmem.graph.names import current_graph
+from kmem.graph.names import operations
 
 # As many elements as it takes to keep all processors at one operation.
 _LARGE = 2**18
@@ -177,8 +178,7 @@ def one_by_one(function: Callable, *arguments) -> Any:
     threads, so that nobody could tell a step's peak.
     """
     result = function(*arguments)
-    graph = current_graph()
-    for op in graph.get_operations() if graph else ():
+    for op in operations():
         if op.type in _LOOPS:
             private_tf.run_one_by_one(op)
     return result

@@ -92,11 +92,6 @@ def run_part(part: Part, values: dict[int, Any], function: Callable) -> None:
     values.update(zip(part.makes, outputs, strict=True))
 
 
-def opens(operation) -> bool:
-    """Whether an operation is opened: a model, but no layer."""
-    return isinstance(operation, keras.Model)
-
-
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     """The layers directly inside a layer, or a model."""
     inside = all_layers(layer)[1:]
@@ -109,7 +104,8 @@ def opened(model: keras.Model, visitor: Visitor) -> patching.Context:
 
     def changes():
         inside = {}
-        for each in filter(opens, all_layers(model)):
+        models = [x for x in all_layers(model) if isinstance(x, keras.Model)]
+        for each in models:
             functional = private_keras.functional_of(each)
             if functional is not None:
                 run = functools.partial(_line_runner, each, functional, visitor)

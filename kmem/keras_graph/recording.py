@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from kmem.graph import fusion
 from kmem.graph import releasing
+from kmem.graph.names import operations
 from kmem.keras_graph import opening
 from kmem.losses import chunked_loss
 from kmem.losses.chunked_loss import Predictions
@@ -228,7 +229,7 @@ class _Recorder(opening.Visitor):
             for part in line.parts:
                 operation = part.operation
                 function = bind(operation)
-                if not opening.opens(operation):
+                if not isinstance(operation, keras.Model):
                     function = functools.partial(
                         self._call, operation.name, operation, function
                     )
@@ -249,7 +250,7 @@ class _Recorder(opening.Visitor):
             return call(*args, **kwargs)
         self._record_between(layer.name, _tensors((args, kwargs)))
         with self._span(frame):
-            if opening.opens(layer):
+            if isinstance(layer, keras.Model):
                 return call(*args, **kwargs)
             return self._call(layer.name, layer, call, *args, **kwargs)
 
@@ -276,7 +277,7 @@ class _Recorder(opening.Visitor):
     def _call(self, name: str, operation, function, /, *args, **kwargs):
         arguments = _tensors((args, kwargs))
         self._record_between(name, arguments)
-        before = len(_graph().get_operations())
+        before = len(operations())
         ambient = state.ambient()
         self._frames.append(None)
         try:
@@ -299,7 +300,7 @@ class _Recorder(opening.Visitor):
     def _append(self, read, results, before: int, **what) -> None:
         """Records what was traced after `before` operations, given the rest
         of a `Call`'s fields."""
-        traced = _graph().get_operations()
+        traced = operations()
         within = traced[before:]
         reads = tuple(self._values.get(root(t).ref()) for t in read)
         makes = self._new_values(results)
@@ -324,7 +325,7 @@ class _Recorder(opening.Visitor):
         """Finds values that two operations are joined over, and the places
         that they cross."""
         users = collections.defaultdict(list)
-        for number, operation in enumerate(_graph().get_operations()):
+        for number, operation in enumerate(operations()):
             if operation.type not in ALIASES:
                 for tensor in operation.inputs:
                     users[root(tensor).ref()].append((number, operation))
@@ -390,7 +391,3 @@ class _Recorder(opening.Visitor):
 def _tensors(structure) -> tuple[tf.Tensor, ...]:
     leaves = keras.tree.flatten(structure)
     return tuple(leaf for leaf in leaves if tf.is_tensor(leaf))
-
-
-def _graph() -> tf.Graph:
-    return tf.compat.v1.get_default_graph()

@@ -174,7 +174,7 @@ class ChunkedLoss(Mechanism):
             (loss,) = private_keras.losses_of(compiled)
             form = _form(head, loss)
             reduce = _Reduction(call, loss, y_true, y_pred, sample_weight)
-            coefficients, _ = chunks.coefficients_of(
+            coefficients = chunks.coefficients_of(
                 reduce, predictions.hidden, form.loss_dtype
             )
             if coefficients.shape.rank != predictions.shape.rank - 1:
@@ -330,7 +330,7 @@ def _form(head: heads.Head, loss) -> Form:
         compute_dtype=head.compute_dtype,
         loss_dtype=loss.dtype,
         label_smoothing=keywords.get("label_smoothing", 0.0),
-        soft_cap=head.soft_cap,
+        soft_cap=getattr(head.layer, "logit_soft_cap", None),
     )
 
 

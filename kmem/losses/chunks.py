@@ -167,7 +167,7 @@ def tokens_in_chunk(
 
 def coefficients_of(
     reduce: Callable[[tf.Tensor], Any], tokens: tf.Tensor, dtype: str
-) -> tuple[tf.Tensor, Any]:
+) -> tf.Tensor:
     """How much the loss of each token counts in what a reduction makes.
 
     Keras's reductions are linear in the tokens' losses, so that it is their
@@ -178,15 +178,14 @@ def coefficients_of(
         tokens: Hidden states.
 
     Returns:
-        A tensor of the shape of the losses, and what `reduce` gave of zeros.
+        A tensor of the shape of the losses.
     """
     with tf.GradientTape() as tape:
         losses = tf.zeros(tf.shape(tokens)[:-1], dtype)
         losses = tf.ensure_shape(losses, tokens.shape[:-1])
         tape.watch(losses)
         reduced = reduce(losses)
-    coefficients = tape.gradient(reduced, losses)
-    return tf.convert_to_tensor(coefficients), reduced
+    return tf.convert_to_tensor(tape.gradient(reduced, losses))
 
 
 @dataclasses.dataclass

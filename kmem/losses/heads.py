@@ -104,11 +104,6 @@ class Head:
         return self.layer.input_spec.axes[-1]
 
     @property
-    def soft_cap(self) -> float | None:
-        """What bounds the logits; see `kmem.losses.chunks.Form`."""
-        return getattr(self.layer, "logit_soft_cap", None)
-
-    @property
     def compute_dtype(self) -> str:
         """What the logits are computed in."""
         own = getattr(self.layer, "reverse_dtype", None)

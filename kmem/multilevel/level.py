@@ -23,8 +23,8 @@ from kmem.multilevel import updates
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
 from kmem.multilevel.hypergradients import Identity
+from kmem.multilevel.hypergradients import Unrolled
 from kmem.multilevel.level_plan import LevelPlan
-from kmem.multilevel.unrolled import Unrolled
 from kmem.options import MemoryOptions
 
 

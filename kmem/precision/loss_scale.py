@@ -121,9 +121,7 @@ def scale_of(inner: keras.optimizers.Optimizer | None) -> list | None:
     """
     if inner is None:
         return None
-    wrapper = _wrapper(inner)
-    if wrapper is not None:
-        remember_scale(wrapper)
+    remember_scale(_wrapper(inner))
     known = _scales.get(inner)
     return None if known is None else list(known)
 
@@ -137,9 +135,7 @@ def set_scale(inner: keras.optimizers.Optimizer, saved: list) -> None:
     """
     initial_scale, scale, steps = saved
     _scales[inner] = initial_scale, scale, steps
-    wrapper = _wrapper(inner)
-    if wrapper is not None:
-        recall_scale(wrapper)
+    recall_scale(_wrapper(inner))
 
 
 def _wrapper(inner) -> "_LossScaleOptimizer | None":

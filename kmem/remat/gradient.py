@@ -200,7 +200,7 @@ class _Segment:
         self._given = list(map(state.untracked, tensors))
         args, kwargs = self._arguments.join(self._given)
         self._scopes = names.Scopes()
-        before = len(_operations())
+        before = len(names.operations())
         with (
             self._explained(),
             setting(_running, _FIRST),
@@ -208,7 +208,7 @@ class _Segment:
             state.FirstRun() as run,
         ):
             results = self._fn(*args, **kwargs)
-        self._first = _operations()[before:]
+        self._first = names.operations()[before:]
         effects = purity.effects(self._first)
         if effects:
             reason = f"contains {', '.join(effects)}"
@@ -256,10 +256,18 @@ class _Segment:
 
     def _gradient(self, *gradients):
         """The gradients of the sources, from those of the outputs."""
-        if names.in_gradient_of_loop():
-            reason = purity.why_not_in_loop(self._raw, self.repeated)
-            if reason is not None:
-                raise purity.not_recomputable(self._fn, reason)
+        # TensorFlow cannot trace these in the gradient of a loop.
+        if (self._raw or self.repeated) and names.in_gradient_of_loop():
+            reason = (
+                "is in a loop that `keras.remat` or another custom gradient "
+                "runs again: use `recompute` there, too"
+            )
+            if self._raw:
+                reason = (
+                    f"reads the `tf.Variable` '{self._raw[0].name}' in a loop: "
+                    "make it a `keras.Variable`, or recompute the whole loop"
+                )
+            raise purity.not_recomputable(self._fn, reason)
         wanted = sorted(self._noted_outputs or range(len(gradients)))
         self._noted_outputs = set()
         upstream = [tf.convert_to_tensor(gradients[i]) for i in wanted]
@@ -290,9 +298,9 @@ class _Segment:
             tape.watch([inputs, self._raw])
             trained = [variable for variable, _ in self._trained]
             run = state.SecondRun(delayed, trained, tape)
-            before = len(_operations())
+            before = len(names.operations())
             outputs = self._second_run(tensors, run)
-            after = len(_operations())
+            after = len(names.operations())
         outputs = [outputs[i] for i in wanted]
         sources = [inputs, run.watched, self._raw]
         # What runs again within the function has its part of the gradient
@@ -307,12 +315,12 @@ class _Segment:
             )
         # Not what is differentiated: that would be needed as it was, too.
         if not (private_tf.in_xla() or is_watched(upstream, tensors, values)):
-            latest = repeats.once(_operations()[after:])
+            latest = repeats.once(names.operations()[after:])
             results = tf.nest.map_structure(latest, results)
         of_inputs, of_values, of_raw = results
         of_variables = [*map(_sum, of_values), *of_raw]
-        operations = _operations()
-        second, gradient = operations[before:after], operations[after:]
+        made = names.operations()
+        second, gradient = made[before:after], made[after:]
         readers = []
         if not self._keep_residuals:
             # Not held back, as what they read would be.
@@ -386,9 +394,3 @@ def _sum(gradients: list):
     if len(present) < 2:
         return present[0] if present else None
     return tf.add_n([tf.convert_to_tensor(g) for g in present])
-
-
-def _operations() -> list[tf.Operation]:
-    """All of the graph so far; none in eager mode."""
-    graph = names.current_graph()
-    return [] if graph is None else graph.get_operations()

@@ -43,26 +43,6 @@ def not_recomputable(fn, reason: str) -> NotRecomputable:
     )
 
 
-def why_not_in_loop(raw_variables: list, repeated: bool) -> str | None:
-    """Why TensorFlow cannot trace a function's gradient in that of a loop.
-
-    Args:
-        raw_variables: Variables that it reads, and that are not Keras's.
-        repeated: Whether the loop is run again by TensorFlow.
-    """
-    if raw_variables:
-        return (
-            f"reads the `tf.Variable` '{raw_variables[0].name}' in a loop: "
-            "make it a `keras.Variable`, or recompute the whole loop"
-        )
-    if repeated:
-        return (
-            "is in a loop that `keras.remat` or another custom gradient runs "
-            "again: use `recompute` there, too"
-        )
-    return None
-
-
 def effects(operations: Iterable[tf.Operation]) -> list[str]:
     """Names the operations that have an effect of their own."""
     descriptions = {

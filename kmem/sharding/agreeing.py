@@ -43,11 +43,6 @@ def lowest(group: Engine, number: int) -> int:
     return -highest(group, -number)
 
 
-def slowest(group: Engine, seconds: float) -> float:
-    """The longest of the processes' times, to the nanosecond."""
-    return highest(group, int(1e9 * seconds)) / 1e9
-
-
 def of_first(group: Engine, numbers: np.ndarray) -> np.ndarray:
     """The numbers of process 0; those of the others have their shape."""
     return group.broadcast(tf.constant(numbers), "numbers").numpy()

@@ -363,15 +363,11 @@ def _assign(variable, numbers: np.ndarray, group: Engine) -> None:
     else:
         target = variable
         numbers = numbers.reshape(variable.shape)
-        if _is_seed(variable):
+        # Of a `keras.random.SeedGenerator`.
+        if variable.name == "seed_generator_state":
             numbers = _as_seed(variable, numbers, group)
     # In the device's memory, not in NumPy's.
     target.assign(tf.raw_ops.DeepCopy(x=numbers))
-
-
-def _is_seed(variable) -> bool:
-    """Whether it is the state of a `keras.random.SeedGenerator`."""
-    return variable.name == "seed_generator_state"
 
 
 def _as_seed(variable, numbers: np.ndarray, group: Engine) -> np.ndarray:

@@ -139,18 +139,6 @@ def _harmed(path: pathlib.Path, received: str) -> ValueError:
     )
 
 
-def replace(path: pathlib.Path, text: str) -> None:
-    """Writes a whole file in one go: there is the old one, or the new."""
-    with _appearing(path) as file:
-        file.write(text.encode())
-    # The name is in the folder, which is written apart.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def has_index(folder: pathlib.Path) -> bool:
     return (folder / _INDEX).is_file()
 
@@ -167,7 +155,14 @@ def check_is_free(folder: pathlib.Path) -> None:
 
 def write_index(folder: pathlib.Path, content: dict) -> None:
     """Writes an index in one go: there is the old one, or the new."""
-    replace(folder / _INDEX, _sealed({"format": _FORMAT, **content}))
+    with _appearing(folder / _INDEX) as file:
+        file.write(_sealed({"format": _FORMAT, **content}).encode())
+    # The name is in the folder, which is written apart.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_index(folder: pathlib.Path) -> dict[str, Any]:

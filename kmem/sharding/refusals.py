@@ -42,8 +42,15 @@ def check(model: keras.Model, options: MemoryOptions) -> None:
     if optimizer is not inner:
         _check_update(optimizer, (keras.optimizers.LossScaleOptimizer,))
     _check_update(inner, _ELEMENTWISE)
+    known = keras.constraints.NonNeg.__call__
     for variable in model.trainable_variables:
-        _check_weight(variable)
+        kind = type(variable.constraint)
+        if variable.constraint is not None and kind.__call__ is not known:
+            raise ValueError(
+                "`sharding` needs constraints that look at every number by "
+                "itself, which `NonNeg` does. Received: constraint="
+                f"{variable.constraint!r} of {variable.path}"
+            )
 
 
 def check_callbacks(callbacks) -> None:
@@ -96,18 +103,6 @@ def _check_update(optimizer, kinds: tuple) -> None:
                 f"leaves what they compute as it is. Received: optimizer="
                 f"{kind.__name__}, whose `{name}` is its own"
             )
-
-
-def _check_weight(variable) -> None:
-    constraint = variable.constraint
-    if constraint is not None and (
-        type(constraint).__call__ is not keras.constraints.NonNeg.__call__
-    ):
-        raise ValueError(
-            "`sharding` needs constraints that look at every number by "
-            "itself, which `NonNeg` does. Received: constraint="
-            f"{constraint!r} of {variable.path}"
-        )
 
 
 def _check_setting(model) -> None:

@@ -95,7 +95,6 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         model: Any = self.model
         checkpoint.check_optimizers(model)
         self._ending = _Ending(model)
-        self._ending.begin()
         if not checkpoint.exists(self._folder):
             return
         position = checkpoint.load(model, self._folder)
@@ -162,16 +161,13 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
 
 class _Ending:
-    """SIGTERM, while a model is trained by this process's main thread."""
+    """SIGTERM, which waits while this process's main thread trains a model."""
 
     def __init__(self, model: keras.Model):
         self._model = model
         self._came = False
         # What SIGTERM did before.
         self._before: Any = None
-
-    def begin(self) -> None:
-        """Lets the signal wait."""
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._note)
 

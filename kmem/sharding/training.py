@@ -172,13 +172,11 @@ def stored(variables: list) -> list:
     which each process can read and assign by itself."""
     holders = []
     for variable in variables:
-        if not isinstance(variable, ShardedVariable):
-            holders.append(variable)
-            continue
-        if isinstance(variable, MirroredVariable):
+        is_cut = isinstance(variable, ShardedVariable)
+        if not is_cut or isinstance(variable, MirroredVariable):
             holders.append(variable)
         # After the whole, which would be written to it with fewer digits.
-        if variable.holds_shard:
+        if is_cut and variable.holds_shard:
             holders.append(variable.shard.local)
     return holders
 
@@ -261,7 +259,8 @@ class ShardedStrategy:
         @functools.wraps(add_weight)
         def add_shard(layer, *args, **kwargs):
             variable = add_weight(layer, *args, **kwargs)
-            if variable.trainable and variables.can_be_cut(variable):
+            has_values = private_keras.whole_of(variable) is not None
+            if variable.trainable and has_values and len(variable.shape) > 0:
                 name = f"weight {self._num_weights}"
                 self._num_weights += 1
                 variables.shard(variable, self._engine, name)

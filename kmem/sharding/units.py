@@ -64,7 +64,8 @@ class Unit:
             read = functools.partial(shard.read_full, shard.travel)
             yield attribute(variable, "read_whole", read)
         for variable in self._regularized():
-            yield _penalized(variable, _Penalty(variable, self._penalties))
+            penalty = _Penalty(variable, self._penalties)
+            yield patching.member(variable, "regularizer", penalty)
 
     def _run(self, *args, **kwargs) -> Any:
         regularized = self._regularized()
@@ -173,15 +174,6 @@ def applied(layers: list, keeps: bool) -> patching.Context:
         for number, layer in enumerate(layers)
         for change in Unit(layer, f"unit {number}", keeps, line).changes()
     )
-
-
-@contextlib.contextmanager
-def _penalized(variable, penalty: _Penalty) -> Iterator[None]:
-    variable.regularizer = penalty
-    try:
-        yield
-    finally:
-        variable.regularizer = penalty.plain
 
 
 def _find(layer, names) -> Iterator[keras.layers.Layer]:

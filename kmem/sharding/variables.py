@@ -164,11 +164,6 @@ class MirroredVariable(ShardedVariable):
             whole_of(self).assign(value)
 
 
-def can_be_cut(variable) -> bool:
-    """Whether a Keras variable has values, and more than a single one."""
-    return whole_of(variable) is not None and len(variable.shape) > 0
-
-
 def shard(
     variable,
     engine: Engine,

@@ -15,7 +15,7 @@ import tensorflow as tf
 from kmem.base import patching
 from kmem.base import private_keras
 from kmem.graph import releasing
-from kmem.graph.names import current_graph
+from kmem.graph.names import operations
 from kmem.step import updates
 from kmem.step.loss_terms import SUM
 from kmem.step.microbatch import BatchGradient
@@ -223,7 +223,6 @@ class _Pending:
     def add(self, batch: BatchGradient) -> None:
         """Adds a batch's gradients, each as soon as it is there; they are used
         up, so that each is freed."""
-        graph = current_graph()
         for group, totals in self._sums.items():
             gradients = batch.gradients.pop(group)
             denominator = batch.denominators[group]
@@ -232,10 +231,10 @@ class _Pending:
                 gradient = gradients.pop()
                 if total is None:
                     continue
-                num_before = len(graph.get_operations()) if graph else 0
+                num_before = len(operations())
                 total.assign_add(_times(gradient, group, denominator))
-                if graph and batch.order is not None:
-                    batch.order.finish(graph.get_operations()[num_before:])
+                if batch.order is not None:
+                    batch.order.finish(operations()[num_before:])
 
     def count(self, denominators: dict) -> None:
         """Counts a batch that was added."""

@@ -16,6 +16,7 @@ import tensorflow as tf
 from kmem.base import patching
 from kmem.graph import fusion
 from kmem.graph.names import current_graph
+from kmem.graph.names import operations
 from kmem.graph.ordering import Order
 from kmem.options import MemoryOptions
 from kmem.step import batches
@@ -110,10 +111,7 @@ def in_turn(
 def until_done() -> Iterator[list[tf.Operation]]:
     """Gives, once it is left, what to wait for until all that a graph got
     within is done; nothing in eager mode."""
-    graph = current_graph()
-    num_before = len(graph.get_operations()) if graph else 0
+    num_before = len(operations())
     done: list[tf.Operation] = []
     yield done
-    if graph is not None:
-        new = graph.get_operations()[num_before:]
-        done += [op for op in new if not op.outputs]
+    done += [op for op in operations()[num_before:] if not op.outputs]

@@ -1,5 +1,6 @@
 import threading
 
+import keras
 import pytest
 
 from kmem.base import patching
@@ -83,3 +84,13 @@ def test_threads_that_take_turns_call_their_own_replacements():
     assert heard == {"a": "hello a", "b": "hello b"}
     assert turns_of_others == "hello"
     assert vars(greeter) == {}
+
+
+def test_a_member_that_a_property_sets_is_given_back():
+    variable = keras.Variable([1.0])
+    plain, other = keras.regularizers.L2(0.1), keras.regularizers.L1(0.1)
+    variable.regularizer = plain
+
+    with patching.member(variable, "regularizer", other):
+        assert variable.regularizer is other
+    assert variable.regularizer is plain

@@ -22,7 +22,6 @@ from kmem.planning.network import Segment
 from kmem.planning.network import Stage
 from kmem.planning.plan import Plan
 from kmem.reporting import pictures
-from kmem.reporting import steps
 from kmem.step import batches
 
 MB = 1_000_000
@@ -97,7 +96,7 @@ def test_a_notebook_shows_a_report():
 
 
 def test_the_bytes_at_a_peak_are_those_of_its_operations():
-    _, kinds = steps.step_of(REPORT, PLAIN, GRAPHS)
+    _, kinds = pictures.step_of(REPORT, PLAIN, GRAPHS)
     at = int(np.argmax(sum(kinds.values())))
     # When the backward pass of the last layer but one runs: five values, the
     # gradients of two, and those of two layers' parameters.
@@ -113,7 +112,7 @@ def test_the_bytes_at_a_peak_are_those_of_its_operations():
 
 @pytest.mark.parametrize("choice, count", [(PLAIN, 1), (PLANNED, 1), (BOTH, 4)])
 def test_a_step_has_the_peak_and_the_time_that_were_predicted(choice, count):
-    seconds, kinds = steps.step_of(REPORT, choice, GRAPHS)
+    seconds, kinds = pictures.step_of(REPORT, choice, GRAPHS)
     total = sum(kinds.values())
     assert total.max() == choice.predicted_peak_bytes
     assert set(kinds["parameters"]) == {6 * MB}
@@ -139,7 +138,7 @@ def test_the_front_is_what_no_other_choice_beats():
         )
 
     best = {c for c in choices if not any(beats(d, c) for d in choices)}
-    front = steps.fastest_for_their_peak(choices)
+    front = pictures.fastest_for_their_peak(choices)
     assert set(front) == best and len(front) == len(best)
 
 

@@ -104,7 +104,7 @@ def trained(seed=0, units=5):
 
 
 def seeds(model):
-    return [v for v in model.variables if checkpoint._is_seed(v)]
+    return [v for v in model.variables if v.name == "seed_generator_state"]
 
 
 def shard(model, group, mirrored=False):
@@ -500,11 +500,11 @@ def test_the_last_complete_checkpoint_stays(tmp_path, monkeypatch):
     distributed.save(first, tmp_path)
     before = sorted(tmp_path.iterdir())
 
-    def no_space(path, text):
+    def no_space(folder, content):
         raise OSError("no space")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.files, "replace", no_space)
+        patch.setattr(checkpoint.files, "write_index", no_space)
         with pytest.raises(OSError, match="no space"):
             distributed.save(trained(seed=1), tmp_path)
     model = make_model(seed=2)

@@ -62,9 +62,8 @@ def test_a_file_that_cannot_be_finished_does_not_appear(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_replaced_file_is_the_old_one_or_the_new(tmp_path):
-    path = tmp_path / "index.json"
-    files.replace(path, "old")
-    files.replace(path, "new")
-    assert path.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [path]
+def test_a_replaced_index_is_the_old_one_or_the_new(tmp_path):
+    files.write_index(tmp_path, {"is": "old"})
+    files.write_index(tmp_path, {"is": "new"})
+    assert files.read_index(tmp_path)["is"] == "new"
+    assert list(tmp_path.iterdir()) == [tmp_path / "index.json"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kmem import memory
-from kmem.fit.monitor import MemoryMonitor
+from kmem.callbacks import MemoryMonitor
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
