@@ -57,9 +57,9 @@ class Menu:
         self.remat = Remat(budget=max(room, 1))
         self._batch_size = batches.num_rows(batch) or 1
         # By options with one or two micro-batches: steps without a plan, and
-        # what a plan's step needs beyond its drawing, for each example.
+        # what a plan's step needs beyond what was expected, for each example.
         self._trials: dict[MemoryOptions, tuple[Trial, Line]] = {}
-        self._extra: dict[MemoryOptions, float] = {}
+        self._learned: dict[MemoryOptions, float] = {}
         # By options without micro-batches: what can be planned.
         self._drawings: dict[MemoryOptions, Drawing] = {}
         plain = self._drawing(MemoryOptions())
@@ -178,20 +178,25 @@ class Menu:
 
     def _more_bytes(self, options: MemoryOptions, count: int) -> int:
         """What a planned step is expected to need beyond what is drawn."""
-        key = _key(options, count)
-        size = self.size(options, count)
-        if key not in self._extra:
-            # As much as one that keeps everything.
-            _, line = self.trial(options, count)
-            chooser = self._drawing(options).at(line.size, count > 1)
-            drawn = chooser.everything.peak_bytes
-            self._extra[key] = (line.peak_bytes - drawn) / line.size
-        return int(self._extra[key] * size)
+        learned = self._learned.get(_key(options, count), 0)
+        return self._undrawn_bytes(options, count) + int(
+            learned * self.size(options, count)
+        )
+
+    def _undrawn_bytes(self, options: MemoryOptions, count: int) -> int:
+        """What a step that keeps everything needs beyond what is drawn. Most
+        of it are gradients, of any batch."""
+        _, line = self.trial(options, count)
+        drawn = self.chooser(options, count).everything.peak_bytes
+        return line.peak_at(self.size(options, count)) - drawn
 
     def learn(self, options: MemoryOptions, more: int) -> None:
         """Takes note of what a planned step needs beyond what is drawn."""
         count = options.num_parts
-        self._extra[_key(options, count)] = more / self.size(options, count)
+        learned = more - self._undrawn_bytes(options, count)
+        self._learned[_key(options, count)] = learned / self.size(
+            options, count
+        )
 
     def say(self, options: MemoryOptions) -> None:
         """Shows what is tried."""
