@@ -19,7 +19,8 @@ import tensorflow as tf
 from kmem.base import patching
 from kmem.step.metrics import reached_from
 
-_ROWS, _FIRST = 3, 2
+# Two halves: of one row an axis may be left out.
+_ROWS, _HALF = 4, 2
 # A size that is not known, and the largest that is tried where all are many.
 _UNKNOWN, _SMALL = 2, 8
 _MANY = 2**20
@@ -57,13 +58,7 @@ def warn(names: list[str]) -> None:
 
 
 def check_masks(model, denominators: list, weights: list) -> None:
-    """Refuses losses that are divided by what predictions say.
-
-    Args:
-        model: The model.
-        denominators: What its losses are divided by, in a graph.
-        weights: What is not known there.
-    """
+    """Refuses losses whose denominators depend on weights that are unknown."""
     reached = reached_from(weights, without=_OF_SHAPES)
     if reached.isdisjoint(map(id, denominators)):
         return
@@ -81,16 +76,12 @@ def _compares(loss, y_true, y_pred) -> bool | None:
             arrays = _random([y_true, y_pred])
             together, *parts = (
                 np.asarray(loss.call(*(array[rows] for array in arrays)))
-                for rows in (slice(None), slice(_FIRST), slice(_FIRST, None))
+                for rows in (slice(None), slice(_HALF), slice(_HALF, None))
             )
+            apart = np.concatenate(parts) if together.ndim else np.mean(parts)
     except Exception:
         # A loss of one's own may need other numbers, and raise anything.
         return None
-    if not together.ndim:
-        shares = _FIRST / _ROWS, 1 - _FIRST / _ROWS
-        apart = np.dot(shares, parts)
-    else:
-        apart = np.concatenate(parts)
     if not np.all(np.isfinite(together)):
         return None
     tolerance = _ROUNDING * np.abs(together).max(initial=0)
@@ -101,8 +92,8 @@ def _compares(loss, y_true, y_pred) -> bool | None:
 
 def _random(tensors: list) -> list[tf.Tensor]:
     """Numbers between 0 and 1, or either of them, in the place of tensors."""
-    shapes = [[_ROWS, *tensor.shape[1:]] for tensor in tensors]
-    known = [[size or _UNKNOWN for size in shape] for shape in shapes]
+    sizes = [[size or _UNKNOWN for size in t.shape[1:]] for t in tensors]
+    known = [[_ROWS, *size] for size in sizes]
     if max(map(math.prod, known)) > _MANY:
         known = [[min(size, _SMALL) for size in shape] for shape in known]
     rng = np.random.default_rng(0)

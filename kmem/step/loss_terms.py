@@ -127,11 +127,7 @@ class Loss:
         terms: LossTerms,
         compares: dict[str, bool | None],
     ) -> "Loss":
-        """What a step showed.
-
-        Args:
-            compares: Which losses compare rows, see `comparing.looking`.
-        """
+        """What a step showed; `compares` is what `comparing.looking` found."""
         plain = keras.Model
         is_default = (
             getattr(train_step, "__func__", None) is plain.train_step

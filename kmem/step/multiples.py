@@ -77,28 +77,21 @@ class Given:
 
     def include(self, gradient) -> bool:
         """Whether it is a multiple of what was given, or `None`."""
+        if gradient is None or id(gradient) in self._tensors:
+            return True
         if isinstance(gradient, tf.IndexedSlices):
             return self.include(gradient.values)
-        return gradient is None or self._is_multiple(gradient)
-
-    def _is_multiple(self, tensor) -> bool:
-        if id(tensor) in self._tensors:
-            return True
-        if not tf.is_symbolic_tensor(tensor):
+        if not tf.is_symbolic_tensor(gradient):
             return False
-        kind, inputs = tensor.op.type, tensor.op.inputs
-        if kind in _SAME:
-            return self._is_multiple(inputs[0])
+        kind, inputs = gradient.op.type, gradient.op.inputs
         if kind in _SUMS:
-            return all(map(self._is_multiple, inputs))
-        if kind in _QUOTIENTS:
-            return self._is_multiple(inputs[0]) and _is_same(inputs[1])
-        if kind != "Mul":
-            return False
-        one, other = inputs
-        return (self._is_multiple(one) and _is_same(other)) or (
-            self._is_multiple(other) and _is_same(one)
-        )
+            return all(map(self.include, inputs))
+        if kind in _SAME:
+            return self.include(inputs[0])
+        pairs = [inputs] if kind in _QUOTIENTS else []
+        if kind == "Mul":
+            pairs = [inputs, reversed(inputs)]
+        return any(self.include(one) and _is_same(x) for one, x in pairs)
 
 
 def _is_same(tensor: tf.Tensor) -> bool:
@@ -106,16 +99,13 @@ def _is_same(tensor: tf.Tensor) -> bool:
     constants alone, and not by chance."""
     waiting, seen = [tensor.op], set()
     for op in waiting:
-        is_drawn = "Random" in op.type
-        if is_drawn or (op.type == "Placeholder" and not _is_variable(op)):
+        # A graph's input, if it is no variable.
+        is_given = (
+            op.type == "Placeholder" and op.outputs[0].dtype != tf.resource
+        )
+        if is_given or "Random" in op.type:
             return False
         inputs = {each.op for each in op.inputs} - seen
         seen |= inputs
         waiting += inputs
     return True
-
-
-def _is_variable(op: tf.Operation) -> bool:
-    """Whether a graph is given a variable there, or a constant from
-    outside."""
-    return op.outputs[0].dtype == tf.resource

@@ -40,6 +40,10 @@ def trained(loss, y=None, **options):
     return model.get_weights()
 
 
+def pairs(y, outputs):
+    return keras.ops.matmul(outputs, keras.ops.transpose(outputs))
+
+
 LABELS = np.array([[0], [1]] * 4)
 LOSSES = {
     "dice": (keras.losses.Dice(), None, True),
@@ -51,6 +55,7 @@ LOSSES = {
     "means": (means_of_examples, None, False),
     "total": (total, None, True),
     "contrastive": (contrastive, None, True),
+    "pairs": (pairs, None, True),
 }
 
 
