@@ -90,7 +90,7 @@ def capturing(
             _refuse_second_update(model)
         _refuse_changed_gradients(model)
 
-    given = Given(model.trainable_variables, refuse_changes)
+    given = Given(refuse_changes)
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     # Keras's own hands its gradients on as they are, and reads no more.
     is_default = has_default_step(model)
@@ -153,12 +153,13 @@ def _refuse_changed_gradients(model):
     if tf.executing_eagerly():
         how = "in eager mode as they are"
     raise CannotSplit(
-        "Accumulating gradients needs a `train_step` that asks its "
-        "`tf.GradientTape` for them once, and hands them to `self.optimizer` "
-        f"{how}: a norm of a part is not that of the batch. Clip in the "
-        "optimizer (`clipnorm`, `global_clipnorm`, `clipvalue`), or train "
-        "without `microbatches`, `gradient_accumulation_steps`, `sharding` "
-        f'and "float16". Received: model={model.name}'
+        "Accumulating gradients needs a `train_step` that makes one update: "
+        "it asks its `tf.GradientTape` for gradients once, and hands them to "
+        f"`self.optimizer` {how}, as a norm of a part is not that of the "
+        "batch. Clip in the optimizer (`clipnorm`, `global_clipnorm`, "
+        "`clipvalue`), or train without `microbatches`, "
+        '`gradient_accumulation_steps`, `sharding` and "float16". Received: '
+        f"model={model.name}"
     )
 
 

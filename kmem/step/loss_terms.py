@@ -109,7 +109,7 @@ class Loss:
         only_terms: Whether it has nothing but these and regularizers.
         has_regularizers: Whether any weight has a regularizer.
         comparing: The names of its terms that compare the rows of a batch.
-        may_compare: Whether any may.
+        may_compare: Whether any may; so may a loss that is made by hand.
     """
 
     groups: list[str]
@@ -145,7 +145,7 @@ class Loss:
             only_terms=only_terms,
             has_regularizers=num_regularizers > 0,
             comparing=[name for name, is_so in compares.items() if is_so],
-            may_compare=not only_terms
+            may_compare=not compares
             or any(is_so is not False for is_so in compares.values()),
         )
 

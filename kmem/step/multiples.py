@@ -15,10 +15,10 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from kmem.base import patching
-from kmem.base.private_keras import tf_variable
 
 # What is linear in its first input; other inputs are places and sizes.
 _SAME = frozenset(
@@ -33,16 +33,13 @@ class Given:
     """The gradients that tapes gave this thread.
 
     Args:
-        variables: The weights that are trained.
-        refuse: Raises an error, once they are differentiated again: somewhere
-            else, or another loss.
+        refuse: Raises an error, once variables are differentiated again:
+            somewhere else, or another loss.
     """
 
-    def __init__(self, variables: list, refuse: Callable[[], None]):
+    def __init__(self, refuse: Callable[[], None]):
         # By their ids, which last as long as they do.
         self._tensors: dict[int, Any] = {}
-        own = [*variables, *map(tf_variable, variables)]
-        self._variables = {id(variable) for variable in own}
         self._refuse = refuse
         self._is_within = self._has_been = False
 
@@ -56,8 +53,8 @@ class Given:
                 # What is computed again has tapes of its own.
                 if self._is_within:
                     return compute(*args, **kwargs)
-                found = {id(each) for each in tf.nest.flatten(sources)}
-                if not found.isdisjoint(self._variables):
+                kinds = keras.Variable | tf.Variable
+                if any(isinstance(x, kinds) for x in tf.nest.flatten(sources)):
                     if self._has_been:
                         self._refuse()
                     self._has_been = True

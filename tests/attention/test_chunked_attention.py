@@ -198,7 +198,8 @@ def test_bytes_grow_with_the_length_and_not_with_its_square():
 
     assert plain > 2 * scores
     assert short < scores / 4
-    assert long < 2.2 * short
+    # Beside a step there is the next batch, or not yet.
+    assert long < 2.5 * short
 
 
 @pytest.mark.parametrize("option", [{"dtr": True}, {"sharding": "full"}])
