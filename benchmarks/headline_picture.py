@@ -18,7 +18,6 @@ LABELS = {
     "Keras": "Keras",
     "kmem, remat": "kmem, a plan alone",
     "kmem, memory_budget": "kmem, memory_budget",
-    "kmem, memory_budget, allow": "kmem, time decides",
 }
 WIDTH, LEFT, LONGEST, ROW = 760, 190, 240, 26
 STYLE = """\
