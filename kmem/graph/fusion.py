@@ -5,6 +5,8 @@ wait for the first of them: they would not be joined there, and rounding would
 differ from plain training.
 """
 
+from collections.abc import Iterator
+
 import tensorflow as tf
 
 from kmem.base import private_tf
@@ -117,11 +119,14 @@ def are_joined(maker: tf.Operation, reader: tf.Operation) -> bool:
 
 def is_constant(tensor: tf.Tensor) -> bool:
     """Whether TensorFlow computes it when it makes the graph."""
+    return all(op.inputs or op.type == "Const" for op in makers(tensor))
+
+
+def makers(tensor: tf.Tensor) -> Iterator[tf.Operation]:
+    """The operations that a tensor is computed by, its own first."""
     waiting, seen = [tensor.op], set()
     for op in waiting:
-        if not (op.inputs or op.type == "Const"):
-            return False
+        yield op
         inputs = {t.op for t in op.inputs} - seen
         seen |= inputs
         waiting += inputs
-    return True

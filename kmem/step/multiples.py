@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from kmem.base import patching
+from kmem.graph import fusion
 
 # What is linear in its first input; other inputs are places and sizes.
 _SAME = frozenset(
@@ -94,15 +95,9 @@ class Given:
 def _is_same(tensor: tf.Tensor) -> bool:
     """Whether a number is the same for all parts: made of variables and
     constants alone, and not by chance."""
-    waiting, seen = [tensor.op], set()
-    for op in waiting:
+    return not any(
+        "Random" in op.type
         # A graph's input, if it is no variable.
-        is_given = (
-            op.type == "Placeholder" and op.outputs[0].dtype != tf.resource
-        )
-        if is_given or "Random" in op.type:
-            return False
-        inputs = {each.op for each in op.inputs} - seen
-        seen |= inputs
-        waiting += inputs
-    return True
+        or (op.type == "Placeholder" and op.outputs[0].dtype != tf.resource)
+        for op in fusion.makers(tensor)
+    )
