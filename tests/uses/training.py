@@ -28,6 +28,21 @@ class Own(keras.Model):
         return self.out(self.hidden(x))
 
 
+class WithCompiledLoss(Own):
+    """A step of its own, which may change its gradients."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = self.changed(tape.gradient(loss, self.trainable_variables))
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+    def changed(self, gradients):
+        return gradients
+
+
 def overridden_fit(trainer):
     class Fits(keras.Sequential):
         def fit(self, *args, **kwargs):
@@ -50,16 +65,7 @@ def fit_with_an_argument_of_its_own(trainer):
 
 
 def train_step_with_the_compiled_loss(trainer):
-    class Steps(Own):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply(gradients, self.trainable_variables)
-            return {"loss": loss}
-
-    model = compiled(Steps())
+    model = compiled(WithCompiledLoss())
     trainer.fit(model, *regression())
     return model
 
@@ -104,17 +110,11 @@ def train_step_with_two_optimizers(trainer):
 
 
 def train_step_that_clips(trainer):
-    class Steps(Own):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
-            self.optimizer.apply(gradients, self.trainable_variables)
-            return {"loss": loss}
+    class Clips(WithCompiledLoss):
+        def changed(self, gradients):
+            return tf.clip_by_global_norm(gradients, 0.1)[0]
 
-    model = compiled(Steps())
+    model = compiled(Clips())
     trainer.fit(model, *regression())
     return model
 
