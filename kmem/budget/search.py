@@ -228,9 +228,10 @@ class _Search:
 
     def _differing(self, allowed: list, counts: list[list[int]]) -> None:
         """Tries the fewest micro-batches, whose numbers are others, if nothing
-        else fits: what a plan needs is known for sure once it was run."""
+        else fits: what nearly does is known for sure once it was run."""
         for options, each in zip(allowed, counts, strict=True):
-            if self.best is None:
+            nearly = self._menu.drawn(options, each[0]) is not None
+            if self.best is None and nearly:
                 self._smallest(options, each[0])
         for options, each in zip(allowed, counts, strict=True):
             for count in each[1:]:
