@@ -18,6 +18,7 @@ LABELS = {
     "Keras": "Keras",
     "kmem, remat": "kmem, a plan alone",
     "kmem, memory_budget": "kmem, memory_budget",
+    "kmem, memory_budget, allow": "the same, with allow",
 }
 WIDTH, LEFT, LONGEST, ROW = 760, 190, 240, 26
 STYLE = """\

@@ -45,7 +45,7 @@ class Process:
         self._process = subprocess.Popen(
             [sys.executable, sys.argv[0], "--run"]
             + [function.__name__, *arguments],
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "KMEM_CACHE": "0"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

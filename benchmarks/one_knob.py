@@ -10,6 +10,7 @@ in one process: the time is the median of the ratios.
 
 import argparse
 import gc
+import os
 import statistics
 import time
 
@@ -276,6 +277,8 @@ HEADER = (
 
 
 def main():
+    # Each budget is searched for.
+    os.environ["KMEM_CACHE"] = "0"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = list(MODELS)
     parser.add_argument("--models", nargs="+", default=names, choices=names)

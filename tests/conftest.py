@@ -11,6 +11,8 @@ import traced_once
 
 # TensorFlow's notes on its start would stand between the tests' own output.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# No test trains by what another one has chosen.
+os.environ.setdefault("KMEM_CACHE", "0")
 # Time would go into making code quick that runs a few times.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 

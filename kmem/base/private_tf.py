@@ -161,6 +161,12 @@ def forget_gradient(name: str) -> None:
     ops.gradient_registry._registry.pop(name, None)
 
 
+def expect_traces(function: Any) -> None:
+    """Has TensorFlow not warn of a function's traces.
+    graph/test_releasing.py"""
+    function._omit_frequent_tracing_warning = True
+
+
 # Variables.
 
 

@@ -16,6 +16,7 @@ from kmem.budget.report import describe
 from kmem.budget.trial import Line
 from kmem.budget.trial import Trial
 from kmem.budget.trial import model_key
+from kmem.graph import control
 from kmem.keras_graph import profiling
 from kmem.options import MemoryOptions
 from kmem.options import MicroBatches
@@ -42,6 +43,7 @@ class Menu:
         target: The peak that a step may have.
         remat: The option with which all plans are made.
         most_trials: How many options are going to be tried, at most.
+        key: What the model's steps are known by; nothing if only it knows.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Menu:
         # By options without micro-batches: what can be planned.
         self._drawings: dict[MemoryOptions, Drawing] = {}
         plain = self._drawing(MemoryOptions())
-        self._key = model_key(model, plain, self._batch_size)
+        self.key = model_key(model, plain, self._batch_size)
 
     def fits(self, choice: Choice) -> bool:
         """Whether it stays within the budget."""
@@ -94,7 +96,7 @@ class Menu:
         if given not in self._trials:
             self.say(with_count(options, count))
             drawing = self._drawing(options)
-            trial = Trial(self.model, self.batch, given, drawing, self._key)
+            trial = self.trial_of(given, None)
             most_size = self.size(options, self.counts(options)[0])
             if count > 1:
                 most_size = min(most_size, self.size(options, 2))
@@ -142,9 +144,19 @@ class Menu:
             resident_bytes=self.in_use,
             lower_bound_seconds=chooser.lower_bound_seconds(point.peak_bytes),
         )
+        return self.trial_of(options, plan)
+
+    def trial_of(self, options: MemoryOptions, plan: Plan | None) -> Trial:
+        """Steps with a plan that was made, or without one."""
+        drawing, recording = self._drawing(options), None
+        if plan is not None:
+            if plan.mode == "xla":
+                control.prefer_little_memory()
+            size = self.size(options, options.num_parts)
+            recording = drawing.recording(size)
         return Trial(
-            *(self.model, self.batch, options, drawing, self._key),
-            *(plan, drawing.recording(size)),
+            *(self.model, self.batch, options, drawing, self.key),
+            *(plan, recording),
         )
 
     def drawn(self, options: MemoryOptions, count: int) -> Choice | None:
@@ -204,6 +216,11 @@ class Menu:
         if self._verbose:
             number = f"{self._num_trials} of at most {self.most_trials}"
             print(f"memory_budget tries {number}: {describe(options)}")
+
+    def say_again(self, options: MemoryOptions) -> None:
+        """Shows what is tried that was chosen before."""
+        if self._verbose:
+            print(f"memory_budget tries what it chose: {describe(options)}")
 
 
 def with_count(options: MemoryOptions, count: int) -> MemoryOptions:

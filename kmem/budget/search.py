@@ -11,34 +11,21 @@ an example.
 """
 
 import dataclasses
-import gc
 import math
 import warnings
-from typing import Any
 
-import keras
 import tensorflow as tf
 
 from kmem import memory
-from kmem.budget import planner
 from kmem.budget import tuning
-from kmem.budget.estimate import largest_tensors
 from kmem.budget.menu import Menu
 from kmem.budget.menu import with_count
 from kmem.budget.report import Choice
-from kmem.budget.report import ImpossibleBudget
-from kmem.budget.report import MemoryReport
 from kmem.budget.trial import Trial
 from kmem.budget.trial import longest_in_turns
-from kmem.fit.mechanisms import with_chunks
 from kmem.fit.session import Session
-from kmem.fit.undoing import Changes
 from kmem.options import MemoryOptions
-from kmem.options import MixedPrecision
-from kmem.options import Sharding
 from kmem.planning.flat import Point
-from kmem.sharding import agreeing
-from kmem.sharding import refusals
 from kmem.step import batches
 from kmem.step.capture import CannotSplit
 
@@ -46,112 +33,7 @@ from kmem.step.capture import CannotSplit
 _MAX_PLANS = tuning.MAX_ATTEMPTS // 2
 
 
-def choose(
-    model: keras.Model,
-    options: MemoryOptions,
-    batch: Any,
-    budget_bytes: int,
-    reserved_bytes: int = 0,
-    verbose: int = 0,
-) -> tuple[Session, MemoryReport]:
-    """Looks for the fastest step of a model within a budget.
-
-    The model and its state stay as they are.
-
-    Args:
-        model: A compiled model.
-        options: Those that hold anyway, and what may be chosen besides.
-        batch: What `train_step` gets, as `tf.TensorSpec`s.
-        budget_bytes: The device's peak during a step.
-        reserved_bytes: What of it is not to be used.
-        verbose: 1 shows progress.
-
-    Returns:
-        What trains so, and what there was to choose from.
-
-    Raises:
-        ImpossibleBudget: If nothing fits.
-    """
-    planner.build(model, batch)
-    # Its variables are in memory in every step.
-    Changes(model, model.optimizer).build()
-    gc.collect()
-    given = dataclasses.replace(options, memory_budget=None, allow=())
-    is_counted = memory.is_counted()
-    if not is_counted and agreeing.processes(given).size > 1:
-        raise ValueError(
-            "`memory_budget` of several processes needs bytes that can be "
-            "counted: import kmem before the first TensorFlow operation, or "
-            "train without a budget. Received: "
-            f"memory_budget={options.memory_budget!r}"
-        )
-    in_use = planner.in_use_bytes(model, batch, given)
-    # All have to choose the same.
-    in_use = agreeing.highest(agreeing.processes(given), in_use)
-    may_differ = "batch_statistics" in options.allow
-    room = budget_bytes - reserved_bytes
-    menu = Menu(model, batch, room, in_use, verbose)
-    search = _Search(menu, may_differ)
-
-    def in_fit(choice: Choice) -> Choice:
-        peak_bytes = choice.predicted_peak_bytes + reserved_bytes
-        return dataclasses.replace(choice, predicted_peak_bytes=peak_bytes)
-
-    plain = search.plain(given)
-    if search.best is None:
-        search.run(_allowed(model, given, options.allow))
-    best = search.best
-    if best is None:
-        least = search.least
-        if least is not None:
-            least = in_fit(least)
-        # What it names has to do when it is asked for, when the search has
-        # left its traces in memory.
-        gc.collect()
-        left = planner.in_use_bytes(model, batch, given) - in_use
-        asked: Any = options.memory_budget
-        count = least.options.num_parts if least else 1
-        tensors = largest_tensors(model, batch, menu.size(given, count))
-        raise ImpossibleBudget(
-            *(asked, budget_bytes, least, max(left, 0), tensors)
-        )
-    others = [choice for choice in search.tried if choice != best]
-    others.sort(key=lambda choice: choice.predicted_seconds)
-
-    return search.session(best), MemoryReport(
-        budget_bytes=budget_bytes,
-        plain=in_fit(plain),
-        chosen=in_fit(best),
-        alternatives=tuple(map(in_fit, others)),
-        in_use_bytes=in_use,
-        parameter_bytes=batches.num_bytes(model.variables),
-        optimizer_bytes=batches.num_bytes(model.optimizer.variables),
-        batch=batches.to_json(batch),
-        is_measured=is_counted,
-    )
-
-
-def _allowed(model, given: MemoryOptions, allow: tuple[str, ...]) -> list:
-    """The options to hold, and others that may be chosen."""
-    allowed = [given]
-    # First, as it may be faster than a step without: others are run less.
-    if (chunked := with_chunks(model, given)) != given:
-        allowed.insert(0, chunked)
-    if refusals.can_be_offloaded(model, given):
-        there = Sharding(cpu_offload=True)
-        allowed.append(dataclasses.replace(given, sharding=there))
-    if "sharding" in allow and given.sharding is not None:
-        full = dataclasses.replace(given.sharding, stage="full")
-        allowed.append(dataclasses.replace(given, sharding=full))
-    if "mixed_precision" in allow and given.mixed_precision is None:
-        half = MixedPrecision("bfloat16")
-        allowed += [
-            dataclasses.replace(each, mixed_precision=half) for each in allowed
-        ]
-    return allowed
-
-
-class _Search:
+class Search:
     """The options that were tried.
 
     Args:
@@ -210,19 +92,33 @@ class _Search:
         for options, each in zip(allowed, counts, strict=True):
             if self.best is None:
                 self._smallest(options, each[-1])
-        best = self.best
-        if (
-            best
-            and best.options.num_parts > 1
-            and self._menu.model in differing
-        ):
+        if self.best and self.best.options.num_parts > 1:
+            self._check_loss(differing)
+
+    def tries_again(self, before: Choice) -> bool:
+        """Tries what an earlier run chose; returns whether it fits."""
+        self._menu.say_again(before.options)
+        try:
+            if before.options.num_parts > 1:
+                self._check_loss(self._layers_that_differ(before.options))
+        except CannotSplit:
+            return False
+        trial = self._menu.trial_of(before.options, before.plan)
+        choice = self._run(before.options, trial)
+        if choice is not None and self._menu.fits(choice):
+            self.best = choice
+        return self.best is not None
+
+    def _check_loss(self, differing: list) -> None:
+        """Warns of a loss that may compare the examples of a batch."""
+        if self._menu.model in differing:
             warnings.warn(
                 "kmem takes the loss for a mean over the examples of each "
                 "micro-batch. One that compares the examples of a batch, such "
                 "as a contrastive one, needs them together: train with a "
                 "larger `memory_budget`, or smaller batches. Received: "
-                f"{self._menu.model.name}, in {best.options.num_parts} "
-                "micro-batches, with a loss that is not Keras's alone",
+                f"{self._menu.model.name}, in micro-batches, with a loss that "
+                "is not Keras's alone",
                 stacklevel=2,
             )
 
@@ -313,31 +209,40 @@ class _Search:
     def _measured(
         self, options: MemoryOptions, point: Point | None = None
     ) -> Choice | None:
-        """Runs a step; returns what it takes if it does not run out of
-        memory."""
-        size = self._menu.size(options, options.num_parts)
+        """Runs a step, and learns from it; returns what it takes if it does
+        not run out of memory."""
         if point is None:
             trial, _ = self._menu.trial(options, options.num_parts)
         else:
             trial = self._menu.planned_trial(options, point)
+        choice = self._run(options, trial)
+        if choice is None:
+            return None
+        peak = choice.predicted_peak_bytes
+        if point is not None:
+            more = peak - self._menu.in_use - point.peak_bytes
+            self._menu.learn(options, more)
+        self.tried.append(choice)
+        least = self.least.predicted_peak_bytes if self.least else math.inf
+        if peak < (1 - tuning.MARGIN) * least:
+            self.least = choice
+        return choice
+
+    def _run(self, options: MemoryOptions, trial: Trial) -> Choice | None:
+        """What a step takes; `None` if it runs out of memory."""
+        size = self._menu.size(options, options.num_parts)
         measurement = trial.measure(size)
         if measurement is None:
             return None
-        in_use, plan = self._menu.in_use, trial.plan
-        peak = measurement.peak_bytes + in_use
-        if plan is not None and point is not None:
-            more = measurement.peak_bytes - point.peak_bytes
-            self._menu.learn(options, more)
-            plan = dataclasses.replace(plan, resident_bytes=in_use + more)
+        peak, plan = self._menu.in_use + measurement.peak_bytes, trial.plan
+        if plan is not None:
+            more = peak - plan.simulation.peak_bytes
+            plan = dataclasses.replace(plan, resident_bytes=more)
         choice = Choice(
             *(options, peak, measurement.seconds, None, plan),
             measurement.median_seconds,
         )
         self._ran[choice] = trial, size
-        self.tried.append(choice)
-        least = self.least.predicted_peak_bytes if self.least else math.inf
-        if peak < (1 - tuning.MARGIN) * least:
-            self.least = choice
         return choice
 
     def _keep(self, choice: Choice) -> bool:

@@ -9,7 +9,7 @@ budget, makes the next ones use less.
 
 Processes that train in shards choose together, and cannot undo a step: one
 that runs out of memory ends them all. What this does not do: choose
-(search.py), or undo what a step does outside of the model.
+(choosing.py), or undo what a step does outside of the model.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from kmem import memory
 from kmem.base.sizes import format_size
-from kmem.budget import search
+from kmem.budget import choosing
 from kmem.budget import tuning
 from kmem.budget.inference import BudgetedInference
 from kmem.budget.inference import budget_bytes
@@ -287,7 +287,7 @@ class BudgetedSession:
         # The device may have become smaller.
         room = min(self._budget, memory.capacity())
         with self._whole():
-            session, report = search.choose(
+            session, report = choosing.choose(
                 self.model,
                 self._options,
                 batch,

@@ -89,8 +89,8 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     build.add_argument("--force", action="store_true", help=force)
     text = "Show, or clear, what kmem keeps on disk"
     more = (
-        ": the native library, as it was compiled for each TensorFlow. "
-        "Nothing that was measured is among it."
+        ": the native library, as it was compiled for each TensorFlow, and "
+        "what `memory_budget` chose. KMEM_CACHE=0: that is chosen anew."
     )
     cached = add("cache", _cache, text, more, "cache clear")
     cached.add_argument("action", nargs="?", choices=("show", "clear"))

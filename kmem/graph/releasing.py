@@ -22,7 +22,11 @@ _CONTROL_FLOW = frozenset(
 
 
 def function(run: Callable, **arguments) -> Any:
-    """A `tf.function` that nobody differentiates, without autograph."""
+    """A `tf.function` that nobody differentiates, without autograph.
+
+    With an `input_signature` it is traced once. TensorFlow would warn of many
+    traces all the same: to it all that is made here is one function.
+    """
 
     @functools.wraps(run)
     def traced(*args, **kwargs):
@@ -30,7 +34,10 @@ def function(run: Callable, **arguments) -> Any:
         forget_gradients()
         return results
 
-    return tf.function(traced, autograph=False, **arguments)
+    function = tf.function(traced, autograph=False, **arguments)
+    if "input_signature" in arguments:
+        private_tf.expect_traces(function)
+    return function
 
 
 def forget_gradients() -> None:

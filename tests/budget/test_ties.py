@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import kmem
+from kmem.budget import choosing
 from kmem.budget import dry_run
 from kmem.budget import search
 from kmem.budget.dry_run import Measurement
@@ -90,6 +91,6 @@ def test_ties_go_to_the_larger_micro_batch(
     budget = kmem.memory.current() + 9 * _EACH
     options = kmem.MemoryOptions(memory_budget=budget)
 
-    _, report = search.choose(model, options, batch, budget)
+    _, report = choosing.choose(model, options, batch, budget)
 
     assert report.chosen.options.num_parts == count

@@ -1,5 +1,6 @@
 """A model that was trained gives its memory back."""
 
+import contextlib
 import gc
 
 import keras
@@ -9,6 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 import kmem
+from kmem.graph import releasing
 
 WIDTH, ROWS = 256, 64
 WEIGHT_BYTES = 4 * 4 * WIDTH**2
@@ -128,3 +130,25 @@ def test_a_function_of_the_user_s_own_keeps_its_gradient():
         y = function(x)
 
     np.testing.assert_array_equal(tape.gradient(y, x), 3 * np.ones(x.shape))
+
+
+def test_functions_that_are_traced_once_each_give_no_warning(caplog):
+    signature = [tf.TensorSpec((), "float32")]
+
+    with caplog.at_level("WARNING"), attached(caplog.handler):
+        for _ in range(12):
+            square = releasing.function(tf.square, input_signature=signature)
+            assert square(tf.constant(3.0)) == 9
+
+    assert "retracing" not in caplog.text
+
+
+@contextlib.contextmanager
+def attached(handler):
+    """TensorFlow's logger keeps what it says to itself."""
+    logger = tf.get_logger()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

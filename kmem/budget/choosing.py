@@ -1,0 +1,209 @@
+"""Chooses a step within a memory budget, and remembers the choice on disk.
+
+The same program need not search again: a choice is found by all that it was
+made from, which is the model, its batch, the options, the budget, the device
+and the versions. It is tried again before it trains, so one that no longer
+fits costs a dry run, and not the budget. The folder is the user's own, as what
+is found there is made into objects. What this does not do: search (search.py).
+"""
+
+import dataclasses
+import gc
+import hashlib
+import os
+import pathlib
+import pickle
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kmem import memory
+from kmem.base import cache
+from kmem.base.versions import __version__
+from kmem.budget import planner
+from kmem.budget import tuning
+from kmem.budget.estimate import largest_tensors
+from kmem.budget.menu import Menu
+from kmem.budget.report import Choice
+from kmem.budget.report import ImpossibleBudget
+from kmem.budget.report import MemoryReport
+from kmem.budget.search import Search
+from kmem.fit.mechanisms import with_chunks
+from kmem.fit.session import Session
+from kmem.fit.undoing import Changes
+from kmem.options import MemoryOptions
+from kmem.options import MixedPrecision
+from kmem.options import Sharding
+from kmem.sharding import agreeing
+from kmem.sharding import refusals
+from kmem.step import batches
+
+_PREFIX = "choice-"
+
+
+def choose(
+    model: keras.Model,
+    options: MemoryOptions,
+    batch: Any,
+    budget_bytes: int,
+    reserved_bytes: int = 0,
+    verbose: int = 0,
+) -> tuple[Session, MemoryReport]:
+    """Looks for the fastest step of a model within a budget.
+
+    The model and its state stay as they are.
+
+    Args:
+        model: A compiled model.
+        options: Those that hold anyway, and what may be chosen besides.
+        batch: What `train_step` gets, as `tf.TensorSpec`s.
+        budget_bytes: The device's peak during a step.
+        reserved_bytes: What of it is not to be used.
+        verbose: 1 shows progress.
+
+    Returns:
+        What trains so, and what there was to choose from.
+
+    Raises:
+        ImpossibleBudget: If nothing fits.
+    """
+    planner.build(model, batch)
+    # Its variables are in memory in every step.
+    Changes(model, model.optimizer).build()
+    gc.collect()
+    given = dataclasses.replace(options, memory_budget=None, allow=())
+    is_counted = memory.is_counted()
+    if not is_counted and agreeing.processes(given).size > 1:
+        raise ValueError(
+            "`memory_budget` of several processes needs bytes that can be "
+            "counted: import kmem before the first TensorFlow operation, or "
+            "train without a budget. Received: "
+            f"memory_budget={options.memory_budget!r}"
+        )
+    in_use = planner.in_use_bytes(model, batch, given)
+    # All have to choose the same.
+    in_use = agreeing.highest(agreeing.processes(given), in_use)
+    may_differ = "batch_statistics" in options.allow
+    room = budget_bytes - reserved_bytes
+    menu = Menu(model, batch, room, in_use, verbose)
+    search = Search(menu, may_differ)
+
+    def in_fit(choice: Choice) -> Choice:
+        peak_bytes = choice.predicted_peak_bytes + reserved_bytes
+        return dataclasses.replace(choice, predicted_peak_bytes=peak_bytes)
+
+    path = None
+    if menu.key and is_counted and agreeing.processes(given).size == 1:
+        path = _path(
+            *(menu.key, batches.to_json(batch), options, budget_bytes, room)
+        )
+    report = path and _load(path)
+    if (
+        report is not None
+        and abs(report.in_use_bytes - in_use) <= tuning.MARGIN * room
+        and search.tries_again(report.chosen)
+    ):
+        best: Any = search.best
+        report = dataclasses.replace(
+            report, chosen=in_fit(best), in_use_bytes=in_use
+        )
+        return search.session(best), report
+
+    plain = search.plain(given)
+    if search.best is None:
+        search.run(_allowed(model, given, options.allow))
+    best = search.best
+    if best is None:
+        least = search.least
+        if least is not None:
+            least = in_fit(least)
+        # What it names has to do when it is asked for, when the search has
+        # left its traces in memory.
+        gc.collect()
+        left = planner.in_use_bytes(model, batch, given) - in_use
+        asked: Any = options.memory_budget
+        count = least.options.num_parts if least else 1
+        tensors = largest_tensors(model, batch, menu.size(given, count))
+        raise ImpossibleBudget(
+            *(asked, budget_bytes, least, max(left, 0), tensors)
+        )
+    others = [choice for choice in search.tried if choice != best]
+    others.sort(key=lambda choice: choice.predicted_seconds)
+
+    report = MemoryReport(
+        budget_bytes=budget_bytes,
+        plain=in_fit(plain),
+        chosen=in_fit(best),
+        alternatives=tuple(map(in_fit, others)),
+        in_use_bytes=in_use,
+        parameter_bytes=batches.num_bytes(model.variables),
+        optimizer_bytes=batches.num_bytes(model.optimizer.variables),
+        batch=batches.to_json(batch),
+        is_measured=is_counted,
+    )
+    if path is not None:
+        _save(path, report)
+    return search.session(best), report
+
+
+def _allowed(model, given: MemoryOptions, allow: tuple[str, ...]) -> list:
+    """The options to hold, and others that may be chosen."""
+    allowed = [given]
+    # First, as it may be faster than a step without: others are run less.
+    if (chunked := with_chunks(model, given)) != given:
+        allowed.insert(0, chunked)
+    if refusals.can_be_offloaded(model, given):
+        there = Sharding(cpu_offload=True)
+        allowed.append(dataclasses.replace(given, sharding=there))
+    if "sharding" in allow and given.sharding is not None:
+        full = dataclasses.replace(given.sharding, stage="full")
+        allowed.append(dataclasses.replace(given, sharding=full))
+    if "mixed_precision" in allow and given.mixed_precision is None:
+        half = MixedPrecision("bfloat16")
+        allowed += [
+            dataclasses.replace(each, mixed_precision=half) for each in allowed
+        ]
+    return allowed
+
+
+def _path(*facts: Any) -> pathlib.Path | None:
+    """Where a choice is kept that was made from some facts; `None` if the
+    environment variable KMEM_CACHE is 0."""
+    if os.environ.get("KMEM_CACHE") == "0":
+        return None
+    gpus = tf.config.list_physical_devices("GPU")
+    details = tf.config.experimental.get_device_details
+    machine = os.cpu_count(), [sorted(details(gpu).items()) for gpu in gpus]
+    versions = __version__, tf.__version__, keras.__version__
+    text = repr((facts, machine, versions))
+    name = _PREFIX + hashlib.sha256(text.encode()).hexdigest()[:32]
+    return cache.folder() / name
+
+
+def _load(path: pathlib.Path) -> MemoryReport | None:
+    """What `_save` wrote; `None` if there is nothing that can be used."""
+    try:
+        cache.check_private(path.parent)
+        report = pickle.loads(path.read_bytes())
+    except Exception:
+        # A damaged file may raise anything.
+        return None
+    return report if isinstance(report, MemoryReport) else None
+
+
+def _save(path: pathlib.Path, report: MemoryReport) -> None:
+    """Keeps a report, unless the folder cannot be used, and the newest ones."""
+    try:
+        cache.make_private(path.parent)
+        with cache.appearing(path) as part:
+            part.write_bytes(pickle.dumps(report))
+        kept = sorted(
+            path.parent.glob(f"{_PREFIX}*"),
+            key=lambda each: each.stat().st_mtime,
+        )
+        for old in kept[: -tuning.MAX_KEPT]:
+            old.unlink()
+    except OSError:
+        # A search takes its time in the next run, too.
+        return
