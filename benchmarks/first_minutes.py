@@ -21,6 +21,7 @@ from table import writer
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
+NOTEBOOK = ROOT / "examples" / "notebooks" / "where_the_memory_goes.ipynb"
 HEADER = """\
 # What a newcomer waits for
 
@@ -61,6 +62,10 @@ def steps(folder):
         "`import tensorflow, keras, kmem`",
         [python, "-c", f"{tensorflow}, kmem"],
     )
+    install = [python, "-m", "pip", "install", "-q", f"{ROOT}[test]"]
+    yield '`pip install ".[test]"`, beside it', install
+    execute = [python, "-m", "jupyter", "execute", str(NOTEBOOK)]
+    yield f"the notebook `{NOTEBOOK.name}`", execute
 
 
 def main():

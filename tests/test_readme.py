@@ -24,7 +24,7 @@ def test_the_rows_of_the_headline_are_those_of_the_table():
         README,
         re.MULTILINE,
     )
-    assert len(rows) == 6
+    assert len(rows) == 8
     measured = [
         (model, batch, f"{float(peak):.0f}", time)
         for model, batch, peak, time in re.findall(

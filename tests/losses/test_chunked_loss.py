@@ -11,6 +11,7 @@ from kmem.losses import chunks
 
 CLASSES, FEATURES, LENGTH = 50, 8, 12
 SPARSE = keras.losses.SparseCategoricalCrossentropy
+IS_KERAS_3_12 = keras.__version__.startswith("3.12.")
 ACCURACIES = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(3)]
 
 
@@ -145,6 +146,8 @@ def test_weights_and_logs_are_those_of_a_plain_fit(case):
     model, compile_with, fit_with = CASES[case]
     if "tied" in case and not hasattr(keras.layers, "ReversibleEmbedding"):
         pytest.skip("Keras 3.12 has no tied embedding of its own.")
+    if model == {"end": "tied", "mask_zero": True} and IS_KERAS_3_12:
+        pytest.skip("Keras 3.12 gives the mask of a tied embedding features.")
 
     want = trained(language_model(**model), compile_with, fit_with)
     got = trained(
@@ -433,6 +436,8 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_chunked_is_refused_before_training(message):
     x, y = data()
+    if message == "one output" and IS_KERAS_3_12:
+        pytest.skip("Keras 3.12 makes no model of an input alone.")
     model = REFUSED[message]()
     before = model.get_weights()
 
