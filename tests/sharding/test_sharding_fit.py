@@ -17,6 +17,7 @@ from reference import relative_error
 from reference import state
 from reference import train
 from reference import whole
+from versions import IS_KERAS_3_12
 
 import kmem
 from kmem import remat
@@ -359,7 +360,7 @@ def test_what_cannot_be_sharded_is_refused(make, options, message):
 
 
 def test_keras_distribution_is_refused():
-    if keras.__version__.startswith("3.12."):
+    if IS_KERAS_3_12:
         pytest.skip("Keras 3.12 has no distribution on TensorFlow")
     distribution = keras.distribution.DataParallel(devices=["cpu:0"])
     model, arguments = cases.plain()

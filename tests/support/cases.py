@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from versions import IS_KERAS_3_12
 
 NUM_ROWS = 52
 
@@ -215,7 +216,7 @@ def schedule():
 
 
 def muon():
-    if keras.__version__.startswith("3.12."):
+    if IS_KERAS_3_12:
         pytest.skip("Keras 3.12 cannot train with its own Muon on TensorFlow")
     return keras.optimizers.Muon(1e-2)
 
