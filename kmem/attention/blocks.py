@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmem.step.once import once_differentiable
+from kmem.losses.chunks import once_differentiable
 
 # What Keras writes in the place of scores that do not count.
 _NEVER = -0.7 * 3.38953e38

@@ -24,8 +24,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmem.step.once import once_differentiable
-
 # Makes a number a token of labels and logits, `(tokens,)`.
 TokenMetric = Callable[[Any, Any], Any]
 
@@ -339,3 +337,30 @@ def _losses(logits, labels, form: Form, differentiate: bool):
         slopes += factor * (slopes + one_hot)
         slopes += smoothing * (one_hot - 1 / num_classes)
     return losses, slopes
+
+
+def once_differentiable(gradients: list, sources: list, name: str) -> list:
+    """The gradients, of which a gradient is an error.
+
+    Else what a function of its own gradient has forgotten would count as
+    constant.
+
+    Args:
+        sources: What the gradients depend on.
+        name: What has been differentiated.
+    """
+
+    @tf.custom_gradient
+    def compute(*tensors):
+        def refuse(*_):
+            raise ValueError(
+                f"The gradient of a {name} in chunks must not be "
+                "differentiated: what it was computed from is gone. Leave "
+                "chunks out where second derivatives are taken. Received: a "
+                "second gradient"
+            )
+
+        given = tensors[: len(gradients)]
+        return tuple(tf.identity(each) for each in given), refuse
+
+    return list(compute(*gradients, *sources))
