@@ -68,10 +68,9 @@ def _run_pass(*args, **kwargs):
 
 
 def _gradient(name, attributes, num_inputs, *args):
-    call = functools.partial(
-        private_tf.gradient_of_operation, name, attributes, num_inputs, *args
-    )
-    return _unless_failed(call, [None] * num_inputs)
+    compute = private_tf.gradient_of_operation
+    nothing = [None] * num_inputs
+    return _unless_failed(nothing, compute, name, attributes, num_inputs, *args)
 
 
 def _record_operation(
@@ -84,8 +83,7 @@ def _record_operation(
     nothing = [None] * len(input_tensors)
 
     def backward(*gradients):
-        call = functools.partial(backward_function, *gradients)
-        return _unless_failed(call, nothing)
+        return _unless_failed(nothing, backward_function, *gradients)
 
     _plain_record_operation(
         op_type, output_tensors, input_tensors, backward, forward_function
@@ -93,24 +91,20 @@ def _record_operation(
 
 
 def _sum(gradients):
-    return _unless_failed(
-        functools.partial(private_tf.sum_of_gradients, gradients), gradients[0]
-    )
+    return _unless_failed(gradients[0], private_tf.sum_of_gradients, gradients)
 
 
 def _zeros(*args):
-    return _unless_failed(
-        functools.partial(private_tf.zero_gradients, *args), None
-    )
+    return _unless_failed(None, private_tf.zero_gradients, *args)
 
 
-def _unless_failed(call: Callable[[], Any], nothing: Any) -> Any:
+def _unless_failed(nothing: Any, call: Callable, *args) -> Any:
     errors = _running.errors
     if not errors:
-        return call()
+        return call(*args)
     if errors[-1] is None:
         try:
-            return call()
+            return call(*args)
         except BaseException as error:
             errors[-1] = error
     return nothing
