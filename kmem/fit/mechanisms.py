@@ -12,7 +12,6 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable
-from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -255,7 +254,7 @@ class Evicting(Mechanism):
         self._changes = changes
         self._repeats = repeats
         self._chooses = option.heuristic == AUTO
-        self._blocks = Blocks(model, option.compile) if compiles else None
+        self._blocks = Blocks(model, option.compile if compiles else None)
 
     def take(self, step: Callable, data):
         while True:
@@ -290,12 +289,8 @@ class Evicting(Mechanism):
             step(data)
         return device.limit_bytes
 
-    @contextlib.contextmanager
     def _on(
         self, device: DeviceSession, grows_from: int | None = None
-    ) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(device.scope(grows_from))
-            if self._blocks is not None:
-                stack.enter_context(self._blocks.compiled())
-            yield
+    ) -> Context:
+        on_device = device.scope(grows_from)
+        return patching.together((on_device, self._blocks.compiled()))
