@@ -14,7 +14,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base.patching import Context
 from kmem.base.patching import attribute
+from kmem.base.patching import together
 from kmem.base.private_keras import CLIP
 from kmem.base.private_keras import USE_WEIGHT_DECAY
 from kmem.base.private_keras import whole_of
@@ -129,8 +131,7 @@ class ShardedOptimizer:
         """A context: operations run where the shards are."""
         return tf.device(self._home) if self._home else contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def _looking_at_all(self, weights: list) -> Iterator[None]:
+    def _looking_at_all(self, weights: list) -> Context:
         """Lets it clip, and look for infinities, over all processes.
 
         Args:
@@ -167,9 +168,9 @@ class ShardedOptimizer:
         def use(variable):
             return plain_use(wholes.get(identity_of(variable), variable))
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(attribute(inner, CLIP, clip))
-            stack.enter_context(attribute(inner, USE_WEIGHT_DECAY, use))
+        def changes():
+            yield attribute(inner, CLIP, clip)
+            yield attribute(inner, USE_WEIGHT_DECAY, use)
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 plain_check = optimizer.check_finite
 
@@ -178,7 +179,6 @@ class ShardedOptimizer:
                     own = tf.cast(finite, tf.int32)
                     return engine.all_reduce(own[None], "finite", "Min")[0] > 0
 
-                stack.enter_context(
-                    attribute(optimizer, "check_finite", check_finite)
-                )
-            yield
+                yield attribute(optimizer, "check_finite", check_finite)
+
+        return together(changes())
