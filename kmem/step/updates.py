@@ -16,7 +16,6 @@ import tensorflow as tf
 from kmem.base import patching
 from kmem.graph import fusion
 from kmem.graph.names import current_graph
-from kmem.graph.names import operations
 from kmem.graph.ordering import Order
 from kmem.options import MemoryOptions
 from kmem.step import batches
@@ -105,13 +104,3 @@ def in_turn(
 
     with patching.method(optimizer, "update_step", waiting):
         yield
-
-
-@contextlib.contextmanager
-def until_done() -> Iterator[list[tf.Operation]]:
-    """Gives, once it is left, what to wait for until all that a graph got
-    within is done; nothing in eager mode."""
-    num_before = len(operations())
-    done: list[tf.Operation] = []
-    yield done
-    done += [op for op in operations()[num_before:] if not op.outputs]
