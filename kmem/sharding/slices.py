@@ -188,8 +188,7 @@ class Slices(Alone):
         ]
 
 
-@contextlib.contextmanager
-def synchronized(engine: Engine) -> Iterator[None]:
+def synchronized(engine: Engine) -> patching.Context:
     """Within, layers add up over the processes, as over a strategy's replicas.
 
     Keras's synchronized batch normalization, and layers of one's own, ask
@@ -220,8 +219,7 @@ def synchronized(engine: Engine) -> Iterator[None]:
 
     # The one that there is without a strategy.
     replica = tf.distribute.get_replica_context()
-    with attribute(replica, "all_reduce", all_reduce):
-        yield
+    return attribute(replica, "all_reduce", all_reduce)
 
 
 def agree_on_seed(engine: Engine) -> None:
