@@ -32,6 +32,9 @@ from kmem.remat.structure import is_differentiable
 # Fewer operations than this run sooner one by one.
 _LEAST_OPERATIONS = 6
 _NO_WORK = frozenset({"Const", "Identity", "Placeholder", "StopGradient"})
+_config: Any = tf.compat.v1.ConfigProto()
+_config.graph_options.rewrite_options.disable_meta_optimizer = True
+_AS_TRACED = _config.SerializeToString()
 
 
 class CannotCompile(ValueError):
@@ -235,15 +238,6 @@ class _Function:
             f=self._function,
             config_proto=_AS_TRACED,
         )
-
-
-def _config() -> bytes:
-    config: Any = tf.compat.v1.ConfigProto()
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
-    return config.SerializeToString()
-
-
-_AS_TRACED = _config()
 
 
 def _check(operations: list) -> None:
