@@ -119,6 +119,7 @@ class DeviceSession:
         """
         import tensorflow as tf
 
+        from kmem.base import private_tf
         from kmem.dtr.failures import freed_on_failure
 
         _register(self._library)
@@ -139,7 +140,9 @@ class DeviceSession:
                 failed = True
                 raise
             finally:
-                _forget_zeros()
+                # Lets go of what TensorFlow keeps on the device as the gradient
+                # of what a loss does not depend on.
+                private_tf.context().zeros_cache().flush()
                 self.limit_bytes = self._library.kmem_dtr_end(failed)
         finally:
             _in_use.release()
@@ -207,14 +210,6 @@ def _register(library: ctypes.CDLL) -> None:
     message = ctypes.create_string_buffer(500)
     if not library.kmem_dtr_register(_context(), message, len(message)):
         raise RuntimeError(message.value.decode())
-
-
-def _forget_zeros() -> None:
-    """Lets go of what TensorFlow keeps on the device as the gradient of what
-    a loss does not depend on."""
-    from kmem.base import private_tf
-
-    private_tf.context().zeros_cache().flush()
 
 
 def _context() -> int:
