@@ -179,12 +179,12 @@ class GradientStep:
     def _run(self, data, rows, batch_rows, totals, apart) -> "_Part":
         """Runs the step on one part, without its update."""
         share = tf.cast(rows, tf.float64) / tf.cast(batch_rows, tf.float64)
-        split = self._splits
+        weight = share if self._splits else None
         layers = all_layers(self._model)
         updates = []
         # Before the step proper, so that they draw the same random numbers.
         for group in apart:
-            terms = LossTerms(share if split else None, totals, dropped=group)
+            terms = LossTerms(weight, totals, dropped=group)
             with (
                 capture.DiscardedState(),
                 recording(terms, layers),
@@ -193,7 +193,7 @@ class GradientStep:
             ):
                 self._train_step(data)
             updates.append(update)
-        terms = LossTerms(share if split else None, totals)
+        terms = LossTerms(weight, totals)
         with (
             recording(terms, layers),
             metrics.counting_share(self._model, share) as results,
@@ -205,8 +205,7 @@ class GradientStep:
         if self._ordered:
             order = ordering.hold_back(update.gradients or [], loss=update.loss)
         updates = [update, *updates]
-        processes = self._processes
-        return _Part(updates, logs, results, share, split, processes, order)
+        return _Part(updates, logs, results, weight, self._processes, order)
 
     def _count_denominators(
         self, parts: Parts, batch: Slice
@@ -305,15 +304,14 @@ class _Part:
         updates,
         logs,
         results,
-        share,
-        split: bool,
+        weight,
         processes: Alone,
         order: Order | None,
     ):
         self.order = order
         self.sums_rows = updates[0].sums_rows
         self.variables = updates[0].variables
-        weight = share if split else None
+        split = weight is not None
         self._logs = metrics.Logs(logs, results if split else {}, weight)
         gradient_weight = None if self.sums_rows else weight
         weighs = processes.weighs_gradient
