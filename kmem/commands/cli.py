@@ -139,6 +139,9 @@ def _info(args: argparse.Namespace) -> int:
     native.prepare(builds=False)
     devices = [each.name for each in tf.config.list_physical_devices()]
     devices = [name.removeprefix("/physical_device:") for name in devices]
+    allocator = "TensorFlow's own: kmem.memory cannot count on the CPU"
+    if native.is_registered():
+        allocator = "kmem's: kmem.memory counts and limits the CPU's memory"
     rows = [
         ("kmem", __version__),
         ("TensorFlow", tf.__version__),
@@ -151,7 +154,7 @@ def _info(args: argparse.Namespace) -> int:
         ("compiler", _compiler()),
         ("cache folder", cache.folder()),
         ("native library", _library()),
-        ("allocator", _allocator()),
+        ("allocator", allocator),
     ]
     for name, value in rows:
         print(f"{name:<15} {value}")
@@ -177,9 +180,3 @@ def _library() -> str:
         return str(building.find_library() or "not built (run `kmem build`)")
     except building.NativeLibraryError as error:
         return str(error)
-
-
-def _allocator() -> str:
-    if not native.is_registered():
-        return "TensorFlow's own: kmem.memory cannot count on the CPU"
-    return "kmem's: kmem.memory counts and limits the CPU's memory"
