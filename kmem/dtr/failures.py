@@ -9,15 +9,15 @@ What it does not do: change a pass that does not fail, or one that runs outside
 of `freed_on_failure`.
 """
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
 
 from kmem.base import private_tf
+from kmem.base.patching import Context
 from kmem.base.patching import attribute
+from kmem.base.patching import together
 from kmem.base.private_tf import imperative_grad
 from kmem.base.private_tf import record
 
@@ -36,15 +36,14 @@ class _Running(threading.local):
 _running = _Running()
 
 
-@contextlib.contextmanager
-def freed_on_failure() -> Iterator[None]:
+def freed_on_failure() -> Context:
     """Backward passes within free their gradients also if they fail."""
     _register()
-    with (
+    changes = (
         attribute(imperative_grad, "imperative_grad", _run_pass),
         attribute(record, "record_operation", _record_operation),
-    ):
-        yield
+    )
+    return together(changes)
 
 
 @functools.cache

@@ -8,7 +8,6 @@ weight decays depends on its name, or its shape: those of the whole.
 
 import contextlib
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -84,8 +83,7 @@ class ShardedOptimizer:
         for number, (variable, reference) in enumerate(pairs):
             variables.adopt(variable, reference, f"slot {number}", self._home)
 
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self) -> Context:
         """Within, the optimizer is given shards."""
         apply = self._optimizer.apply
 
@@ -100,12 +98,8 @@ class ShardedOptimizer:
             ):
                 apply(grads, trainable_variables)
 
-        with (
-            variables.as_shards(),
-            attribute(self._optimizer, "apply", apply_to_shards),
-            self._at_home(),
-        ):
-            yield
+        changed = attribute(self._optimizer, "apply", apply_to_shards)
+        return together((variables.as_shards(), changed, self._at_home()))
 
     def finalizing(self):
         """A context: Keras may put averages in the place of weights."""

@@ -8,7 +8,6 @@ common norm or to scale a loss, updates at the end of a step.
 """
 
 import contextlib
-from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -65,10 +64,9 @@ def _are_small(variables: list) -> bool:
     return _NUM_ARRAYS * max(sizes, default=0) <= sum(sizes)
 
 
-@contextlib.contextmanager
 def in_turn(
     optimizer, gradients: list, order: Order | None = None
-) -> Iterator[None]:
+) -> patching.Context:
     """Within, an optimizer updates its variables one after another.
 
     Else it would prepare all of its updates at once, and some of them, such
@@ -81,8 +79,7 @@ def in_turn(
     """
     graph = current_graph()
     if graph is None:
-        yield
-        return
+        return contextlib.nullcontext()
     before = [
         op
         for gradient in gradients
@@ -102,5 +99,4 @@ def in_turn(
 
         return update_step
 
-    with patching.method(optimizer, "update_step", waiting):
-        yield
+    return patching.method(optimizer, "update_step", waiting)
