@@ -15,7 +15,6 @@ from kmem.base import cache
 from kmem.base import native
 from kmem.base import versions
 from kmem.base.sizes import format_size
-from kmem.base.versions import __version__
 from kmem.commands import arguments
 
 # Commands that live in a module of their own, such as commands/demo.py, which
@@ -64,7 +63,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         epilog="Example: kmem info",
     )
     parser.add_argument(
-        "--version", action="version", version=f"kmem {__version__}"
+        "--version", action="version", version=f"kmem {versions.__version__}"
     )
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND"
@@ -143,7 +142,7 @@ def _info(args: argparse.Namespace) -> int:
     if native.is_registered():
         allocator = "kmem's: kmem.memory counts and limits the CPU's memory"
     rows = [
-        ("kmem", __version__),
+        ("kmem", versions.__version__),
         ("TensorFlow", tf.__version__),
         ("Keras", keras.__version__),
         ("NumPy", np.__version__),

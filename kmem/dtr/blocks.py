@@ -26,7 +26,6 @@ from kmem.base.patching import Context
 from kmem.base.patching import attribute
 from kmem.base.patching import call_of
 from kmem.base.patching import together
-from kmem.base.private_keras import all_layers
 from kmem.dtr.compiled import CompiledCall
 from kmem.keras_graph.opening import children
 from kmem.remat import state
@@ -63,7 +62,7 @@ def _find(model, named: tuple[type, ...]) -> list["_Block"]:
     while waiting:
         layer = waiting.pop()
         is_named = isinstance(layer, named)
-        is_opened = any(map(_is_opened, all_layers(layer)))
+        is_opened = any(map(_is_opened, private_keras.all_layers(layer)))
         if is_named or not is_opened:
             blocks[id(layer)] = _Block(layer, exact=is_named)
         if is_named or is_opened:
@@ -94,7 +93,7 @@ class _Block:
         self.layer = layer
         self._exact = exact
         self._call = getattr(layer, call_of(layer))
-        self._layers = all_layers(layer)
+        self._layers = private_keras.all_layers(layer)
         self._kinds: dict[Any, _Kind] = {}
 
     def __call__(self, *args, **kwargs):

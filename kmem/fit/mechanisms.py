@@ -33,7 +33,6 @@ from kmem.keras_graph import profiling
 from kmem.keras_graph.recording import Recording
 from kmem.losses import chunked_loss
 from kmem.losses import heads
-from kmem.losses.chunked_loss import ChunkedLoss
 from kmem.options import DTR
 from kmem.options import MemoryOptions
 from kmem.options import MixedPrecision
@@ -43,8 +42,6 @@ from kmem.step import microbatch
 from kmem.step.accumulation import Updater
 from kmem.step.capture import has_default_step
 from kmem.step.mechanism import Mechanism
-from kmem.step.microbatch import BatchGradient
-from kmem.step.microbatch import GradientStep
 from kmem.step.parts import Alone
 
 
@@ -88,7 +85,7 @@ class SplitStep(WholeStep):
         super().__init__(model)
         strategy, steps = model.distribute_strategy, options.num_batches
         self._updater = Updater(optimizer, steps, strategy, processes, early)
-        self._gradient = GradientStep(
+        self._gradient = microbatch.GradientStep(
             model,
             self._train_step,
             optimizer,
@@ -122,10 +119,10 @@ class SplitStep(WholeStep):
     def stop(self, failed: bool = False) -> None:
         self._updater.stop()
 
-    def compute(self, data) -> BatchGradient:
+    def compute(self, data) -> microbatch.BatchGradient:
         return self._compute(data)
 
-    def update(self, computed: BatchGradient):
+    def update(self, computed: microbatch.BatchGradient):
         self._updater.add(computed)
         return computed.logs
 
@@ -139,7 +136,7 @@ class SplitStep(WholeStep):
 def in_chunks(model: keras.Model, options: MemoryOptions) -> list[Mechanism]:
     """What computes in chunks, if the options ask for it."""
     asked = {
-        ChunkedLoss: options.chunked_loss,
+        chunked_loss.ChunkedLoss: options.chunked_loss,
         ChunkedAttention: options.chunked_attention,
     }
     return [mechanism(model) for mechanism in asked if asked[mechanism]]

@@ -18,7 +18,6 @@ import tensorflow as tf
 from kmem.base.private_keras import all_layers
 from kmem.graph import ordering
 from kmem.graph import releasing
-from kmem.graph.ordering import Order
 from kmem.step import capture
 from kmem.step import comparing
 from kmem.step import metrics
@@ -27,7 +26,6 @@ from kmem.step.loss_terms import SUM
 from kmem.step.loss_terms import Loss
 from kmem.step.loss_terms import LossTerms
 from kmem.step.loss_terms import recording
-from kmem.step.metrics import LayerState
 from kmem.step.parts import Alone
 from kmem.step.parts import Parts
 from kmem.step.parts import Slice
@@ -51,7 +49,7 @@ class BatchGradient:
     denominators: dict[str, tf.Tensor]
     variables: list
     logs: Any
-    order: Order | None = None
+    order: ordering.Order | None = None
 
 
 class GradientStep:
@@ -89,7 +87,7 @@ class GradientStep:
         )
         # A `Loss`, once it was looked at: the same in all replicas.
         self._loss: Any = None
-        self._state: LayerState | None = None  # Likewise.
+        self._state: metrics.LayerState | None = None  # Likewise.
 
     @property
     def layers_that_see_parts(self) -> list[keras.layers.Layer]:
@@ -265,7 +263,7 @@ class GradientStep:
         ):
             self._run_until_loss(data, until_loss)
             self._loss = Loss.of(model, self._train_step, terms, compares)
-            self._state = LayerState(model, scope, data)
+            self._state = metrics.LayerState(model, scope, data)
         counted = [terms.denominators[group] for group in self._loss.counted]
         if unknown:
             comparing.check_masks(model, counted, unknown)
@@ -306,7 +304,7 @@ class _Part:
         results,
         weight,
         processes: Alone,
-        order: Order | None,
+        order: ordering.Order | None,
     ):
         self.order = order
         self.sums_rows = updates[0].sums_rows
