@@ -119,7 +119,7 @@ class ShardedOptimizer:
             for variable in self._model.trainable_variables
             if isinstance(variable, MirroredVariable)
         ]
-        return variables.updated(mirrored, "publish", after)
+        return variables.updated(mirrored, after)
 
     def _at_home(self):
         """A context: operations run where the shards are."""
