@@ -24,14 +24,14 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+import tensorflow as tf
 
 from kmem.base import bindings
 from kmem.base import native
+from kmem.base import private_tf
+from kmem.base import snapshots
 from kmem.base.sizes import parse_size
-
-if TYPE_CHECKING:
-    from kmem.base.snapshots import Snapshot
 
 _DEVICE = re.compile(r"/?(?:device:)?(CPU|GPU)(?::(\d+))?", re.IGNORECASE)
 
@@ -150,7 +150,7 @@ def pool(device: str | None = None) -> Pool | None:
     return Pool(**{name: getattr(usage, name) for name in names})
 
 
-def snapshot(device: str | None = None) -> "Snapshot":
+def snapshot(device: str | None = None) -> snapshots.Snapshot:
     """Lists the tensors and variables that a device's memory holds now.
 
     Args:
@@ -175,8 +175,6 @@ def snapshot(device: str | None = None) -> "Snapshot":
     print(kmem.memory.snapshot("CPU").summary(num_tensors=5))
     ```
     """
-    from kmem.base import snapshots
-
     number = _number(device)
     name = "CPU:0" if number == bindings.CPU else f"GPU:{number - 1}"
     return snapshots.snapshot(name, current(device))
@@ -313,8 +311,6 @@ def capacity(device: str | None = None) -> int:
     Args:
         device: See `kmem.memory.limit`.
     """
-    from kmem.base import private_tf
-
     number = _number(device)
     limit = native.stats(number).limit if native.is_registered() else -1
     if number != bindings.CPU:
@@ -366,8 +362,6 @@ def _kind(pool: bool | str) -> int:
 
 def _number(device: str | None) -> int:
     """The device's number in the native library: that of GPU i is i + 1."""
-    import tensorflow as tf
-
     gpus = tf.config.get_visible_devices("GPU")
     if device is None:
         return 1 if gpus else bindings.CPU
@@ -388,8 +382,6 @@ def _number(device: str | None) -> int:
 
 def _num_cpus() -> int:
     """Counts logical devices, without bringing TensorFlow to life."""
-    import tensorflow as tf
-
     return sum(
         len(tf.config.get_logical_device_configuration(cpu) or [None])
         for cpu in tf.config.get_visible_devices("CPU")

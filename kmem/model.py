@@ -323,14 +323,13 @@ def _session(model, options: MemoryOptions, arguments):
     return session
 
 
-def _train_on_batch(model, own_train_on_batch, args, kwargs):
+def _train_on_batch(model, own, args, kwargs):
     """A model's own `train_on_batch`, under `model.memory_options`."""
     if not model.memory_options:
         _end_train_on_batch(model)
-        return own_train_on_batch(*args, **kwargs)
+        return own(*args, **kwargs)
     train = functools.partial(_train_on_batch_under, model)
-    name, own = "train_on_batch", own_train_on_batch
-    return in_place_of_keras(model, name, own, train, args, kwargs)
+    return in_place_of_keras(model, "train_on_batch", own, train, args, kwargs)
 
 
 def _train_on_batch_under(model, keras_train_on_batch, args, kwargs):

@@ -23,7 +23,6 @@ import tensorflow as tf
 from kmem.attention import blocks
 from kmem.base import patching
 from kmem.base import private_keras
-from kmem.base.patching import Context
 from kmem.step.mechanism import Mechanism
 
 _KINDS = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
@@ -62,10 +61,10 @@ class ChunkedAttention(Mechanism):
         self._model = model
         self._num_calls = 0
 
-    def computing(self, training: bool) -> Context:
+    def computing(self, training: bool) -> patching.Context:
         return patching.together(self._changes())
 
-    def _changes(self) -> Iterator[Context]:
+    def _changes(self) -> Iterator[patching.Context]:
         for layer in private_keras.all_layers(self._model):
             if _is_keras_own(layer):
                 replacements = {

@@ -5,10 +5,8 @@ for, and which test fails when it moves (from 3.12 on it is here). Names are
 those of methods and attributes that are replaced for a while.
 """
 
-import contextlib
 import sys
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -132,8 +130,7 @@ def compiles_by_default(model: Any) -> bool:
 WITHIN_FIT = "_use_cached_eval_dataset"
 
 
-@contextlib.contextmanager
-def outputs_in_host_memory() -> Iterator[None]:
+def outputs_in_host_memory() -> patching.Context:
     """Within, `predict` puts NumPy arrays together where they are. Keras does
     so on the device, with all outputs twice. budget/test_inference.py"""
 
@@ -154,11 +151,11 @@ def outputs_in_host_memory() -> Iterator[None]:
         return lambda x: x if are_arrays([x]) else keras_convert(x)
 
     join, convert = "potentially_ragged_concat", "convert_to_np_if_not_ragged"
-    with (
+    changes = (
         patching.method(trainer, join, joining),
         patching.method(trainer, convert, converting),
-    ):
-        yield
+    )
+    return patching.together(changes)
 
 
 def begin_at(model: Any, epoch: int | None) -> None:

@@ -15,7 +15,6 @@ from kmem.base import cache
 from kmem.base import native
 from kmem.base import versions
 from kmem.base.sizes import format_size
-from kmem.base.versions import __version__
 from kmem.commands import arguments
 
 # Commands that live in a module of their own, such as commands/demo.py, which
@@ -64,7 +63,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         epilog="Example: kmem info",
     )
     parser.add_argument(
-        "--version", action="version", version=f"kmem {__version__}"
+        "--version", action="version", version=f"kmem {versions.__version__}"
     )
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND"
@@ -139,8 +138,11 @@ def _info(args: argparse.Namespace) -> int:
     native.prepare(builds=False)
     devices = [each.name for each in tf.config.list_physical_devices()]
     devices = [name.removeprefix("/physical_device:") for name in devices]
+    allocator = "TensorFlow's own: kmem.memory cannot count on the CPU"
+    if native.is_registered():
+        allocator = "kmem's: kmem.memory counts and limits the CPU's memory"
     rows = [
-        ("kmem", __version__),
+        ("kmem", versions.__version__),
         ("TensorFlow", tf.__version__),
         ("Keras", keras.__version__),
         ("NumPy", np.__version__),
@@ -151,7 +153,7 @@ def _info(args: argparse.Namespace) -> int:
         ("compiler", _compiler()),
         ("cache folder", cache.folder()),
         ("native library", _library()),
-        ("allocator", _allocator()),
+        ("allocator", allocator),
     ]
     for name, value in rows:
         print(f"{name:<15} {value}")
@@ -177,9 +179,3 @@ def _library() -> str:
         return str(building.find_library() or "not built (run `kmem build`)")
     except building.NativeLibraryError as error:
         return str(error)
-
-
-def _allocator() -> str:
-    if not native.is_registered():
-        return "TensorFlow's own: kmem.memory cannot count on the CPU"
-    return "kmem's: kmem.memory counts and limits the CPU's memory"

@@ -185,6 +185,7 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
     import keras
     import tensorflow as tf
 
+    from kmem import memory
     from kmem.budget.report import describe
     from kmem.model import wrap
 
@@ -204,8 +205,9 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
     )
     runs_out = item in (PLAIN, BUDGET)
     quiet = _quiet() if runs_out else contextlib.nullcontext()
-    with _limited(item), _sampling(result), quiet:
+    with _sampling(result), quiet:
         try:
+            memory.limit(LIMIT_BYTES if item.limited else None, device="CPU")
             history = model.fit(
                 x,
                 y,
@@ -226,19 +228,9 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
             lines = error.message.splitlines()
             lines = [line for line in lines if line.startswith("OOM")] or lines
             result.error = lines[0]
+        finally:
+            memory.limit(None, device="CPU")
     return result
-
-
-@contextlib.contextmanager
-def _limited(item: Run) -> Iterator[None]:
-    from kmem import memory
-
-    if item.limited:
-        memory.limit(LIMIT_BYTES, device="CPU")
-    try:
-        yield
-    finally:
-        memory.limit(None, device="CPU")
 
 
 @contextlib.contextmanager

@@ -14,9 +14,7 @@ sizes are unknown, so that there is an end to it. Not so a layer that the user
 names, which may ask for a shape.
 """
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from typing import Any
 from typing import Literal
 
@@ -24,9 +22,10 @@ import keras
 import tensorflow as tf
 
 from kmem.base import private_keras
+from kmem.base.patching import Context
 from kmem.base.patching import attribute
 from kmem.base.patching import call_of
-from kmem.base.private_keras import all_layers
+from kmem.base.patching import together
 from kmem.dtr.compiled import CompiledCall
 from kmem.keras_graph.opening import children
 from kmem.remat import state
@@ -49,14 +48,12 @@ class Blocks:
             named = compile if isinstance(compile, tuple) else ()
             self._blocks = _find(model, named)
 
-    @contextlib.contextmanager
-    def compiled(self) -> Iterator[None]:
+    def compiled(self) -> Context:
         """Compiles the calls of the blocks that are made within."""
-        with contextlib.ExitStack() as stack:
-            for block in self._blocks:
-                name = call_of(block.layer)
-                stack.enter_context(attribute(block.layer, name, block))
-            yield
+        return together(
+            attribute(block.layer, call_of(block.layer), block)
+            for block in self._blocks
+        )
 
 
 def _find(model, named: tuple[type, ...]) -> list["_Block"]:
@@ -65,7 +62,7 @@ def _find(model, named: tuple[type, ...]) -> list["_Block"]:
     while waiting:
         layer = waiting.pop()
         is_named = isinstance(layer, named)
-        is_opened = any(map(_is_opened, all_layers(layer)))
+        is_opened = any(map(_is_opened, private_keras.all_layers(layer)))
         if is_named or not is_opened:
             blocks[id(layer)] = _Block(layer, exact=is_named)
         if is_named or is_opened:
@@ -96,7 +93,7 @@ class _Block:
         self.layer = layer
         self._exact = exact
         self._call = getattr(layer, call_of(layer))
-        self._layers = all_layers(layer)
+        self._layers = private_keras.all_layers(layer)
         self._kinds: dict[Any, _Kind] = {}
 
     def __call__(self, *args, **kwargs):

@@ -32,6 +32,9 @@ from kmem.remat.structure import is_differentiable
 # Fewer operations than this run sooner one by one.
 _LEAST_OPERATIONS = 6
 _NO_WORK = frozenset({"Const", "Identity", "Placeholder", "StopGradient"})
+_config: Any = tf.compat.v1.ConfigProto()
+_config.graph_options.rewrite_options.disable_meta_optimizer = True
+_AS_TRACED = _config.SerializeToString()
 
 
 class CannotCompile(ValueError):
@@ -128,7 +131,8 @@ class CompiledCall:
     def __call__(self, tensors: list) -> Any:
         """The results for these tensors."""
         variables = self._variables
-        values = [*tensors, *map(_read_variable, variables)]
+        read = map(tf.convert_to_tensor, map(tf_variable, variables))
+        values = [*tensors, *read]
         with record.stop_recording():
             for number in self._assigned:
                 # What is made from its old value may be made again.
@@ -154,7 +158,8 @@ class CompiledCall:
             source = values[place]
             if place in seen and place >= num_tensors:
                 # Every use of a variable reads it.
-                source = _read_variable(self._variables[place - num_tensors])
+                variable = tf_variable(self._variables[place - num_tensors])
+                source = tf.convert_to_tensor(variable)
             seen.add(place)
             sources.append(source)
         if not sources or not record.should_record_backprop(sources):
@@ -237,15 +242,6 @@ class _Function:
         )
 
 
-def _config() -> bytes:
-    config: Any = tf.compat.v1.ConfigProto()
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
-    return config.SerializeToString()
-
-
-_AS_TRACED = _config()
-
-
 def _check(operations: list) -> None:
     effects = purity.effects(operations)
     if effects:
@@ -311,8 +307,3 @@ def _distinct(tensors: list, but: list) -> list:
     others = {tensor.ref() for tensor in but}
     found = {tensor.ref(): tensor for tensor in tensors}
     return [t for ref, t in found.items() if ref not in others]
-
-
-def _read_variable(variable) -> tf.Tensor:
-    held: Any = tf_variable(variable)
-    return tf.convert_to_tensor(held)

@@ -18,10 +18,14 @@ import threading
 import weakref
 from collections.abc import Iterator
 
+import tensorflow as tf
+
 from kmem import memory
 from kmem.base import bindings
 from kmem.base import native
+from kmem.base import private_tf
 from kmem.base.sizes import format_size
+from kmem.dtr.failures import freed_on_failure
 from kmem.options import DTR
 
 # Of custom_ops/dtr/tf_device.cc.
@@ -117,10 +121,6 @@ class DeviceSession:
             ValueError: If another session is on the device, or if more is in
                 use already than the threshold.
         """
-        import tensorflow as tf
-
-        from kmem.dtr.failures import freed_on_failure
-
         _register(self._library)
         if not _in_use.acquire(blocking=False):
             raise ValueError(
@@ -139,7 +139,9 @@ class DeviceSession:
                 failed = True
                 raise
             finally:
-                _forget_zeros()
+                # Lets go of what TensorFlow keeps on the device as the gradient
+                # of what a loss does not depend on.
+                private_tf.context().zeros_cache().flush()
                 self.limit_bytes = self._library.kmem_dtr_end(failed)
         finally:
             _in_use.release()
@@ -200,8 +202,6 @@ _in_use = threading.Lock()
 
 def _register(library: ctypes.CDLL) -> None:
     """Makes the device known to TensorFlow, which never forgets it."""
-    from kmem.base import private_tf
-
     if private_tf.is_custom_device(_NAME):
         return
     message = ctypes.create_string_buffer(500)
@@ -209,16 +209,6 @@ def _register(library: ctypes.CDLL) -> None:
         raise RuntimeError(message.value.decode())
 
 
-def _forget_zeros() -> None:
-    """Lets go of what TensorFlow keeps on the device as the gradient of what
-    a loss does not depend on."""
-    from kmem.base import private_tf
-
-    private_tf.context().zeros_cache().flush()
-
-
 def _context() -> int:
     """The address of TensorFlow's TFE_Context."""
-    from kmem.base import private_tf
-
     return bindings.pointer_in(private_tf.runtime_handle())

@@ -9,15 +9,15 @@ What it does not do: change a pass that does not fail, or one that runs outside
 of `freed_on_failure`.
 """
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
 
 from kmem.base import private_tf
+from kmem.base.patching import Context
 from kmem.base.patching import attribute
+from kmem.base.patching import together
 from kmem.base.private_tf import imperative_grad
 from kmem.base.private_tf import record
 
@@ -36,15 +36,14 @@ class _Running(threading.local):
 _running = _Running()
 
 
-@contextlib.contextmanager
-def freed_on_failure() -> Iterator[None]:
+def freed_on_failure() -> Context:
     """Backward passes within free their gradients also if they fail."""
     _register()
-    with (
+    changes = (
         attribute(imperative_grad, "imperative_grad", _run_pass),
         attribute(record, "record_operation", _record_operation),
-    ):
-        yield
+    )
+    return together(changes)
 
 
 @functools.cache
@@ -68,10 +67,9 @@ def _run_pass(*args, **kwargs):
 
 
 def _gradient(name, attributes, num_inputs, *args):
-    call = functools.partial(
-        private_tf.gradient_of_operation, name, attributes, num_inputs, *args
-    )
-    return _unless_failed(call, [None] * num_inputs)
+    compute = private_tf.gradient_of_operation
+    nothing = [None] * num_inputs
+    return _unless_failed(nothing, compute, name, attributes, num_inputs, *args)
 
 
 def _record_operation(
@@ -84,8 +82,7 @@ def _record_operation(
     nothing = [None] * len(input_tensors)
 
     def backward(*gradients):
-        call = functools.partial(backward_function, *gradients)
-        return _unless_failed(call, nothing)
+        return _unless_failed(nothing, backward_function, *gradients)
 
     _plain_record_operation(
         op_type, output_tensors, input_tensors, backward, forward_function
@@ -93,24 +90,20 @@ def _record_operation(
 
 
 def _sum(gradients):
-    return _unless_failed(
-        functools.partial(private_tf.sum_of_gradients, gradients), gradients[0]
-    )
+    return _unless_failed(gradients[0], private_tf.sum_of_gradients, gradients)
 
 
 def _zeros(*args):
-    return _unless_failed(
-        functools.partial(private_tf.zero_gradients, *args), None
-    )
+    return _unless_failed(None, private_tf.zero_gradients, *args)
 
 
-def _unless_failed(call: Callable[[], Any], nothing: Any) -> Any:
+def _unless_failed(nothing: Any, call: Callable, *args) -> Any:
     errors = _running.errors
     if not errors:
-        return call()
+        return call(*args)
     if errors[-1] is None:
         try:
-            return call()
+            return call(*args)
         except BaseException as error:
             errors[-1] = error
     return nothing

@@ -12,7 +12,6 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable
-from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -34,7 +33,6 @@ from kmem.keras_graph import profiling
 from kmem.keras_graph.recording import Recording
 from kmem.losses import chunked_loss
 from kmem.losses import heads
-from kmem.losses.chunked_loss import ChunkedLoss
 from kmem.options import DTR
 from kmem.options import MemoryOptions
 from kmem.options import MixedPrecision
@@ -44,8 +42,6 @@ from kmem.step import microbatch
 from kmem.step.accumulation import Updater
 from kmem.step.capture import has_default_step
 from kmem.step.mechanism import Mechanism
-from kmem.step.microbatch import BatchGradient
-from kmem.step.microbatch import GradientStep
 from kmem.step.parts import Alone
 
 
@@ -89,7 +85,7 @@ class SplitStep(WholeStep):
         super().__init__(model)
         strategy, steps = model.distribute_strategy, options.num_batches
         self._updater = Updater(optimizer, steps, strategy, processes, early)
-        self._gradient = GradientStep(
+        self._gradient = microbatch.GradientStep(
             model,
             self._train_step,
             optimizer,
@@ -123,10 +119,10 @@ class SplitStep(WholeStep):
     def stop(self, failed: bool = False) -> None:
         self._updater.stop()
 
-    def compute(self, data) -> BatchGradient:
+    def compute(self, data) -> microbatch.BatchGradient:
         return self._compute(data)
 
-    def update(self, computed: BatchGradient):
+    def update(self, computed: microbatch.BatchGradient):
         self._updater.add(computed)
         return computed.logs
 
@@ -140,7 +136,7 @@ class SplitStep(WholeStep):
 def in_chunks(model: keras.Model, options: MemoryOptions) -> list[Mechanism]:
     """What computes in chunks, if the options ask for it."""
     asked = {
-        ChunkedLoss: options.chunked_loss,
+        chunked_loss.ChunkedLoss: options.chunked_loss,
         ChunkedAttention: options.chunked_attention,
     }
     return [mechanism(model) for mechanism in asked if asked[mechanism]]
@@ -255,7 +251,7 @@ class Evicting(Mechanism):
         self._changes = changes
         self._repeats = repeats
         self._chooses = option.heuristic == AUTO
-        self._blocks = Blocks(model, option.compile) if compiles else None
+        self._blocks = Blocks(model, option.compile if compiles else None)
 
     def take(self, step: Callable, data):
         while True:
@@ -290,12 +286,8 @@ class Evicting(Mechanism):
             step(data)
         return device.limit_bytes
 
-    @contextlib.contextmanager
     def _on(
         self, device: DeviceSession, grows_from: int | None = None
-    ) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(device.scope(grows_from))
-            if self._blocks is not None:
-                stack.enter_context(self._blocks.compiled())
-            yield
+    ) -> Context:
+        on_device = device.scope(grows_from)
+        return patching.together((on_device, self._blocks.compiled()))

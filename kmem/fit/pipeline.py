@@ -5,6 +5,7 @@ ready tf.data decides as it runs: with the arrays that Keras is given it was
 seen to be three.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -38,7 +39,8 @@ def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
         return batches.specs_of(x[0])
     if isinstance(x, Iterator):
         first = next(x)
-        arguments["x"] = _chained(first, x)
+        # A generator, since Keras takes no other iterator.
+        arguments["x"] = (each for each in itertools.chain([first], x))
         return batches.specs_of(first)
     rows = batch_rows(arguments)
     if rows is None:
@@ -152,9 +154,3 @@ def in_hand_bytes(batch) -> int:
         for leaf in keras.tree.flatten(batch)
         if isinstance(leaf, tf.Tensor) and f":{kind}:" in leaf.device
     )
-
-
-def _chained(first, rest: Iterator) -> Iterator:
-    """A generator, since Keras takes no other iterator."""
-    yield first
-    yield from rest

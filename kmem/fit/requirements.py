@@ -11,7 +11,6 @@ import keras
 import tensorflow as tf
 
 from kmem.base import private_keras
-from kmem.base.private_keras import all_layers
 from kmem.fit import pipeline
 from kmem.losses import chunked_loss
 from kmem.options import MemoryOptions
@@ -63,7 +62,7 @@ def _check_layers(model, options: MemoryOptions) -> None:
         next((n for n in names if getattr(options, n) is not None), None)
         for names in (_SPLITTING, _ADDING_UP)
     )
-    for layer in all_layers(model) if splitting else []:
+    for layer in private_keras.all_layers(model) if splitting else []:
         if getattr(layer, "stateful", False):
             raise ValueError(
                 f"`{splitting}` splits batches, and cannot be used with "
@@ -93,7 +92,7 @@ def _check_replicas(model, options: MemoryOptions) -> None:
     # body, a denominator or a recomputation is.
     used = (n for n in _TRACED_APART if getattr(options, n) is not None)
     name = next(used, None)
-    for layer in all_layers(model) if name else []:
+    for layer in private_keras.all_layers(model) if name else []:
         if getattr(layer, "synchronized", False):
             raise ValueError(
                 f"`{name}` cannot be used with layers that synchronize their "

@@ -19,7 +19,6 @@ import tensorflow as tf
 
 from kmem.base import patching
 from kmem.base import private_keras
-from kmem.base.patching import Context
 from kmem.fit import requirements
 from kmem.fit.mechanisms import Evicting
 from kmem.fit.mechanisms import Mixed
@@ -322,7 +321,7 @@ class Session:
         with self._computing(training=False):
             return self._steps[kind](data)
 
-    def _computing(self, training: bool) -> Context:
+    def _computing(self, training: bool) -> patching.Context:
         return patching.together(
             each.computing(training) for each in self._mechanisms
         )

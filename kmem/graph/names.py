@@ -119,20 +119,18 @@ def operations() -> list[tf.Operation]:
 
 def function_within(outer: tf.Graph | None) -> tf.Graph | None:
     """The `tf.function` that is being traced within a graph, if one is."""
-    graph: Any = current_graph()
-    while graph is not None and graph is not outer:
-        # Those of loops and branches are subclasses.
-        if private_tf.is_own_function(graph):
-            return graph
-        graph = getattr(graph, "outer_graph", None)
-    return None
+    # Those of loops and branches are subclasses.
+    return next(filter(private_tf.is_own_function, _graphs(outer)), None)
 
 
 def in_gradient_of_loop() -> bool:
     """Whether the gradient of a loop is being traced."""
+    return any(isinstance(x, private_tf.GradientOfLoop) for x in _graphs())
+
+
+def _graphs(outer: tf.Graph | None = None) -> Iterator[Any]:
+    """The graph that is being made, and those around it up to `outer`."""
     graph: Any = current_graph()
-    while graph is not None:
-        if isinstance(graph, private_tf.GradientOfLoop):
-            return True
+    while graph is not None and graph is not outer:
+        yield graph
         graph = getattr(graph, "outer_graph", None)
-    return False

@@ -225,9 +225,7 @@ class _Reader:
         seconds = _LEAST_SECONDS + sum(sizes + given) / _BYTES_PER_SECOND
         if "MatMul" in op.type or "Conv2D" in op.type:
             # Of a product of matrices the root of the product of all sizes.
-            product = 1.0
-            for size in sizes + given:
-                product *= max(size / 4, 1.0)
+            product = math.prod(max(size / 4, 1.0) for size in sizes + given)
             seconds += 2 * product**0.5 / _FLOPS_PER_SECOND
         return seconds
 

@@ -183,7 +183,10 @@ class _Backward:
         flat_gradients = tf.nest.flatten(
             [g for g in gradients if g is not None], expand_composites=True
         )
-        cost = _of_inputs(inputs, output_gradients, gradients)
+        floats = [i for i, t in enumerate(inputs) if t.dtype.is_floating]
+        pairs = zip(floats, gradients, strict=False)
+        given = {i: g for i, g in pairs if g is not None}
+        handed_in = {root(t).ref() for t in output_gradients}
         reads = _read_before(flat_gradients, num_forward)
         places = {root(t).ref(): i for i, t in enumerate(inputs)}
         results = {}
@@ -192,37 +195,25 @@ class _Backward:
                 results.setdefault(root(output).ref(), i)
         rest = reads - places.keys() - results.keys()
         kept = (ref.deref() for ref in rest if _is_memory(ref.deref()))
-        self.cost = dataclasses.replace(
-            cost,
+        self.cost = Cost(
             kept_inputs=tuple(sorted(places[r] for r in reads & places.keys())),
             kept_outputs=tuple(
                 sorted(results[r] for r in reads & results.keys())
             ),
+            gradients=tuple(given),
+            passed=tuple(
+                i
+                for i, g in given.items()
+                if isinstance(g, tf.Tensor) and root(g).ref() in handed_in
+            ),
             residual_bytes=sum(map(num_bytes, kept)),
+            gradient_bytes=sum(
+                num_bytes(g.values if isinstance(g, tf.IndexedSlices) else g)
+                for g in gradients[len(floats) :]
+                if g is not None
+            ),
         )
         return flat_gradients
-
-
-def _of_inputs(inputs, output_gradients, gradients) -> Cost:
-    """Which inputs get a gradient, and which just the one handed in."""
-    floats = [i for i, t in enumerate(inputs) if t.dtype.is_floating]
-    given = {
-        i: g for i, g in zip(floats, gradients, strict=False) if g is not None
-    }
-    handed_in = {root(t).ref() for t in output_gradients}
-    return Cost(
-        gradients=tuple(given),
-        passed=tuple(
-            i
-            for i, g in given.items()
-            if isinstance(g, tf.Tensor) and root(g).ref() in handed_in
-        ),
-        gradient_bytes=sum(
-            num_bytes(g.values if isinstance(g, tf.IndexedSlices) else g)
-            for g in gradients[len(floats) :]
-            if g is not None
-        ),
-    )
 
 
 def _read_before(tensors, num_forward: int) -> set:

@@ -290,7 +290,7 @@ def signature(call: Call) -> str:
     """Equal for calls that cost the same."""
     operation = call.operation
     leaves = [
-        _spec(leaf) if tf.is_tensor(leaf) else repr(leaf)
+        f"{leaf.dtype.name}{leaf.shape}" if tf.is_tensor(leaf) else repr(leaf)
         for leaf in keras.tree.flatten(call.arguments)
     ]
     try:
@@ -308,7 +308,3 @@ def signature(call: Call) -> str:
 def distinct(values) -> tuple[int, ...]:
     """Values in the order in which they first occur; constants left out."""
     return tuple(dict.fromkeys(v for v in values if v is not None))
-
-
-def _spec(leaf) -> str:
-    return f"{leaf.dtype.name}{leaf.shape}"

@@ -20,7 +20,6 @@ from kmem.graph import releasing
 from kmem.graph.names import operations
 from kmem.keras_graph import opening
 from kmem.losses import chunked_loss
-from kmem.losses.chunked_loss import Predictions
 from kmem.remat import purity
 from kmem.remat import state
 from kmem.step import capture
@@ -214,7 +213,7 @@ class _Recorder(opening.Visitor):
         heads = [
             each.head.layer
             for each in keras.tree.flatten(predictions)
-            if isinstance(each, Predictions)
+            if isinstance(each, chunked_loss.Predictions)
         ]
         tensors = chunked_loss.tensors_of(predictions)
         self.recording.outputs = self._known(_tensors(tensors))

@@ -22,11 +22,8 @@ import tensorflow as tf
 
 from kmem.base import patching
 from kmem.base import private_keras
-from kmem.base.patching import Context
 from kmem.losses import chunks
 from kmem.losses import heads
-from kmem.losses.chunks import Form
-from kmem.losses.chunks import Tokens
 from kmem.step.mechanism import Mechanism
 
 _SPARSE = keras.losses.sparse_categorical_crossentropy
@@ -139,10 +136,10 @@ class ChunkedLoss(Mechanism):
         self._model = model
         self._head = heads.of(model)
 
-    def computing(self, training: bool) -> Context:
+    def computing(self, training: bool) -> patching.Context:
         return patching.together(self._changes(training))
 
-    def _changes(self, training: bool) -> Iterator[Context]:
+    def _changes(self, training: bool) -> Iterator[patching.Context]:
         model = self._model
         yield self._head.passed()
         yield patching.method(model, "call", self._hiding)
@@ -187,7 +184,7 @@ class ChunkedLoss(Mechanism):
             # A weight that is in shards is whole from now on.
             with tf.control_dependencies([hidden]):
                 weights, multiply = head.weights()
-            flat = Tokens(
+            flat = chunks.Tokens(
                 tf.reshape(hidden, [-1, hidden.shape[-1]]),
                 tf.reshape(
                     labels, [-1, head.num_classes] if reduce.is_dense else [-1]
@@ -295,7 +292,7 @@ def _of_tokens(head: heads.Head, metric):
     )
 
 
-def _giving(metric, values) -> Context:
+def _giving(metric, values) -> patching.Context:
     """Within, a metric has these values of the tokens it is given."""
     function, _ = private_keras.function_of(metric)
     if function is not None:
@@ -306,7 +303,7 @@ def _giving(metric, values) -> Context:
     return patching.method(loss, "call", lambda _: lambda *_: values)
 
 
-def _form(head: heads.Head, loss) -> Form:
+def _form(head: heads.Head, loss) -> chunks.Form:
     function, keywords = private_keras.function_of(loss)
     wraps = type(loss).call is _WRAPPED_CALL
     if not wraps or function not in (_SPARSE, _DENSE):
@@ -324,7 +321,7 @@ def _form(head: heads.Head, loss) -> Form:
             "`chunked_loss` needs a loss over the last axis. Received: "
             f"axis={keywords['axis']}"
         )
-    return Form(
+    return chunks.Form(
         num_classes=head.num_classes,
         biased=getattr(head.layer, "bias", None) is not None,
         compute_dtype=head.compute_dtype,

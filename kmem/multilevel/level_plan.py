@@ -27,7 +27,6 @@ from kmem.base.sizes import format_size
 from kmem.budget import dry_run
 from kmem.budget.correction import Corrector
 from kmem.budget.correction import Learned
-from kmem.budget.dry_run import Measurement
 from kmem.fit import pipeline
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
@@ -102,7 +101,7 @@ class LevelPlan:
 
     def choose(
         self,
-        measure: Callable[[], Measurement | None] | None = None,
+        measure: Callable[[], dry_run.Measurement | None] | None = None,
         reserved: int = 0,
     ) -> None:
         """Chooses what is recomputed, where that is not given.
@@ -121,7 +120,7 @@ class LevelPlan:
         if self.has_budget and memory.is_counted():
             in_use = memory.current()
 
-        def follow(segments: tuple[Segment, ...]) -> Measurement | None:
+        def follow(segments: tuple[Segment, ...]) -> dry_run.Measurement | None:
             self._segments = segments
             return measure() if measure else None
 
@@ -174,7 +173,7 @@ def plan_within_budgets(program: keras.Model, structure, element) -> None:
             level.plan.choose(reserved=reserved + batches.num_bytes(held))
 
 
-def measure(program, structure, level, element) -> Measurement | None:
+def measure(program, structure, level, element) -> dry_run.Measurement | None:
     """Runs steps in which only one level computes, and leaves no trace.
 
     `None` if they ran out of memory; see `plan_within_budgets`.

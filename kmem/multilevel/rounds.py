@@ -9,7 +9,6 @@ import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
-from typing import NamedTuple
 from typing import NoReturn
 
 import keras
@@ -30,13 +29,6 @@ from kmem.multilevel.workers import num_replicas
 
 # From so many steps on they are a loop: a traced step is not small.
 _LOOPED_STEPS = 4
-
-
-class _Last(NamedTuple):
-    """A level's last batch, and its loss's state before that."""
-
-    batch: Any
-    state: Tensors
 
 
 class Round:
@@ -64,7 +56,8 @@ class Round:
         self._note_residual = note_residual
         # Tensors within a loop of the graph.
         self._taken: list[Any] = [0] * len(self._levels)
-        self._last: dict[int, _Last] = {}
+        # Of each level the last batch, and its loss's state before that.
+        self._last: dict[int, tuple[Any, Tensors]] = {}
         self._in_loop: set[int] = set()
 
     def update(self, number: int) -> None:
@@ -89,7 +82,7 @@ class Round:
         self._apply(number, [t / level.tasks_per_update for t in sums])
         for child, variables, values in starts:
             assign(variables, values)
-            batch = self._last[child].batch
+            batch, _ = self._last[child]
             self._apply(child, self._gradient(child, batch))
 
     def _trained(self, number: int) -> list:
@@ -151,7 +144,7 @@ class Round:
         The batches of the levels below are their last ones.
         """
         level, tree = self._levels[number], self._structure.trees[number]
-        self._last[number] = _Last(batch, read(level.state))
+        self._last[number] = batch, read(level.state)
         wrt = [*level.variables]
         for other in tree:
             wrt += self._levels[other].variables
@@ -181,13 +174,13 @@ class Round:
         `path` is where it came from: the top one first, the level last.
         """
         top, *_, number = path
-        level, last = self._levels[number], self._last[number]
+        level, (batch, state) = self._levels[number], self._last[number]
         targets = [self._levels[other] for other in tree]
         wrt = [variable for each in targets for variable in each.variables]
         level.residuals.clear()
         guess = self._structure.guesses.get(path, [])
-        with level.replayed(last.batch, last.state), level.guessing(guess):
-            products = level.hypergradient(vector, level, last.batch, wrt)
+        with level.replayed(batch, state), level.guessing(guess):
+            products = level.hypergradient(vector, level, batch, wrt)
         for residual in level.residuals:
             self._note_residual(number, residual)
         total: Tensors = []
@@ -244,10 +237,10 @@ class Round:
         )
 
     def _apply(self, number: int, gradients: Tensors) -> None:
-        level, last = self._levels[number], self._last[number]
+        level, (batch, state) = self._levels[number], self._last[number]
         step = None
         if level.kept_steps and number not in self._in_loop:
-            step = updates.noted(level, last.batch, last.state, gradients)
+            step = updates.noted(level, batch, state, gradients)
         gradients = level.clipped(gradients)
         optimizer = self._structure.optimizers[number]
         scale = _scale(optimizer)

@@ -55,9 +55,10 @@ class Structure:
         self.told_of: set[int] = set()
         numbers = range(len(levels))
         self.trees = [_paths(edges, number) for number in numbers]
+        passed = [{path[-1] for path in _heads(tree)} for tree in self.trees]
         self.optimizers = [
-            _optimizer(level, [level, *(levels[i] for i in _passed(tree))])
-            for level, tree in zip(levels, self.trees, strict=True)
+            _optimizer(level, [level, *(levels[i] for i in below)])
+            for level, below in zip(levels, passed, strict=True)
         ]
         self.guesses: dict[tuple[int, ...], list] = {
             (top, *path): _guess(levels[path[-1]])
@@ -305,11 +306,6 @@ def _reachable(edges: Edges, start: int, top: int) -> set[int]:
         new = {b for a, b in edges if a in new and b <= top} - found
         found |= new
     return found
-
-
-def _passed(tree: Tree) -> set[int]:
-    """The levels that a gradient passes."""
-    return {level for route in routes(tree) for level in route[:-1]}
 
 
 def _optimizer(level: Level, on_path: list[Level]):

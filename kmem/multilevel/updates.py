@@ -142,7 +142,8 @@ def adjoint(
     ]
     with tf.GradientTape(persistent=True) as tape:
         tape.watch([step.gradients, step.values, slots])
-        clipped = _clipped(level, step.gradients)
+        clip = getattr(level.optimizer, private_keras.CLIP)
+        clipped = list(map(tf.identity, clip(level.clipped(step.gradients))))
         after = _updated(level, step, clipped, slots)
     # TensorFlow's types know of no structures.
     gradient: Any = tape.gradient
@@ -174,13 +175,6 @@ def _own(optimizer) -> tuple[list, list]:
     ]
     others = set(map(id, settings))
     return [v for v in optimizer.variables if id(v) not in others], settings
-
-
-def _clipped(level: Derivatives, gradients: Tensors) -> Tensors:
-    """The gradients as they are applied."""
-    clip = getattr(level.optimizer, private_keras.CLIP)
-    clipped = clip(level.clipped(gradients))
-    return list(map(tf.identity, clipped))
 
 
 def _updated(

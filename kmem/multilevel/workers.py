@@ -67,8 +67,7 @@ class SeveralProcesses(Slices, OneProcess):
     """
 
     def __init__(self, trained: ShardedTraining, weights: list):
-        self._group = engine()
-        super().__init__(self._group)
+        super().__init__(engine())
         self._trained = trained
         self._weights = weights
 
@@ -95,7 +94,7 @@ class SeveralProcesses(Slices, OneProcess):
         small = [t for t, it in zip(tensors, is_large, strict=True) if not it]
         totals = iter(self._total(small, "small"))
         sums = [
-            self._group.all_reduce(t, f"large {i}") if it else next(totals)
+            self._engine.all_reduce(t, f"large {i}") if it else next(totals)
             for i, (t, it) in enumerate(zip(tensors, is_large, strict=True))
         ]
         copies: Any = batch.copies

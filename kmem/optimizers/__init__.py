@@ -105,12 +105,12 @@ class AdamW8bit(keras.optimizers.AdamW):
         self._moments = [self._make_moments(v) for v in variables]
 
     def _make_moments(self, variable) -> list:
-        if not _is_coded(variable):
+        size = math.prod(variable.shape)
+        if size < _SMALLEST or "embeddings" in variable.name:
             return [
                 self.add_variable_from_reference(variable, name)
                 for name in ("momentum", "velocity")
             ]
-        size = math.prod(variable.shape)
         return [
             self.add_variable(shape, "zeros", dtype, name=f"{name}_{part}")
             for name in ("momentum", "velocity")
@@ -163,13 +163,6 @@ class AdamW8bit(keras.optimizers.AdamW):
         config = super().get_config()
         config.pop("amsgrad")
         return config
-
-
-def _is_coded(variable) -> bool:
-    return (
-        math.prod(variable.shape) >= _SMALLEST
-        and "embeddings" not in variable.name
-    )
 
 
 def _in_pieces(moved, gradient, values: list) -> list[tf.Tensor]:

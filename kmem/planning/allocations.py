@@ -291,12 +291,8 @@ class _Run:
                 self._uses[array] -= 1
         arrays += [self._array[value] for value in node.makes]
         arrays.append(self._workspace.pop(number, -1))
-        for array in set(arrays):
-            if array >= 0 and not self._uses[array]:
-                self._free(array)
-
-    def _free(self, array: int) -> None:
-        held = self._held[array]
-        if held.died == _NEVER:
-            self._in_use -= held.num_bytes
-            held.died = self._num_begun + 1
+        for array in set(arrays) - {-1}:
+            held = self._held[array]
+            if not self._uses[array] and held.died == _NEVER:
+                self._in_use -= held.num_bytes
+                held.died = self._num_begun + 1

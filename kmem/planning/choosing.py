@@ -19,8 +19,6 @@ import numpy as np
 from kmem.planning import flat
 from kmem.planning.bounds import check_budget
 from kmem.planning.bounds import seconds_lower_bound
-from kmem.planning.flat import Genetic
-from kmem.planning.flat import Point
 from kmem.planning.line import Line
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
@@ -131,10 +129,10 @@ class Chooser:
     """
 
     network: Network
-    solver: str | Genetic = "optimal"
+    solver: str | flat.Genetic = "optimal"
 
     @functools.cached_property
-    def everything(self) -> Point:
+    def everything(self) -> flat.Point:
         """The plan that keeps everything."""
         return flat.evaluate(self.network, ())
 
@@ -143,13 +141,13 @@ class Chooser:
         return ChainSolver(self.network)
 
     @property
-    def smallest(self) -> Point:
+    def smallest(self) -> flat.Point:
         """The plan with the smallest peak."""
         if self.solver == "optimal":
             return self._chain.smallest
         return self._flat(None)
 
-    def within(self, budget_bytes: int) -> Point:
+    def within(self, budget_bytes: int) -> flat.Point:
         """The fastest plan within a budget.
 
         Raises:
@@ -161,7 +159,7 @@ class Chooser:
             return self._chain.within(budget_bytes)
         return self._flat(budget_bytes)
 
-    def auto(self) -> Point:
+    def auto(self) -> flat.Point:
         """The smallest peak whose slowdown is at most `MAX_SLOWDOWN`; of a
         solver that does not trade the two, the smallest peak."""
         if self.solver != "optimal":
@@ -174,7 +172,7 @@ class Chooser:
         bound = seconds_lower_bound(self.network.graph, budget_bytes)
         return bound if math.isfinite(bound) else self.everything.seconds
 
-    def _flat(self, budget_bytes: int | None) -> Point:
-        if isinstance(self.solver, Genetic):
+    def _flat(self, budget_bytes: int | None) -> flat.Point:
+        if isinstance(self.solver, flat.Genetic):
             return flat.search(self.network, self.solver, budget_bytes)
         return flat.sqrt(self.network, budget_bytes=budget_bytes)

@@ -60,7 +60,12 @@ class Line:
         self._forward = np.zeros((count, len(network.stages)), np.int64)
         for last in range(self.num_blocks):
             self._measure(last)
-        self._starting = [self._started_with(p) for p in self.places[:-1]]
+        # Of each block the values made before it that a later stage reads.
+        maker, last_use = self._values.maker, self._values.last_use
+        self._starting = [
+            np.flatnonzero((maker < place) & (last_use >= place))
+            for place in self.places[:-1]
+        ]
 
     @property
     def full_bytes(self) -> int:
@@ -109,13 +114,6 @@ class Line:
         ]
         self._reads[last] = reads
         self._forward[last, :stop] = forward
-
-    def _started_with(self, place: int) -> np.ndarray:
-        """The values made before a place that a later stage reads."""
-        values = self._values
-        return np.flatnonzero(
-            (values.maker < place) & (values.last_use >= place)
-        )
 
     def splits(self, first: int, lasts: np.ndarray, final: int) -> np.ndarray:
         """Bytes of the segments with which sub-chains may begin, one for each

@@ -22,9 +22,7 @@ import tensorflow as tf
 
 from kmem.base import private_keras
 from kmem.base import private_tf
-from kmem.base.private_keras import tf_variable
 from kmem.graph import names
-from kmem.graph.names import current_graph
 from kmem.remat.structure import is_differentiable
 
 
@@ -41,7 +39,7 @@ class _Scope(keras.StatelessScope):
     def __init__(self):
         super().__init__(collect_losses=True)
         self._layer_of: dict[int, keras.layers.Layer] = {}
-        self._graph = current_graph()
+        self._graph = names.current_graph()
 
     def add_loss(self, loss):
         super().add_loss(loss)
@@ -65,7 +63,7 @@ class _Scope(keras.StatelessScope):
             )
 
     def _check_assignment(self, variable) -> None:
-        if current_graph() is not self._graph:
+        if names.current_graph() is not self._graph:
             raise CannotRepeat(
                 f"assigns the variable '{variable.path}' in a loop, a branch "
                 "or a `tf.function` of its own"
@@ -125,7 +123,7 @@ class FirstRun(_Scope):
     def _value_at_entry(self, variable):
         outer = self.original_scope
         value = None if outer is None else outer.get_current_value(variable)
-        value = tf_variable(variable) if value is None else value
+        value = private_keras.tf_variable(variable) if value is None else value
         return None if value is None else tf.convert_to_tensor(value)
 
     def _value_to_use(self, value):
@@ -179,7 +177,7 @@ class SecondRun(_Scope):
     def _substitute(self, variable, value: tf.Tensor) -> tf.Tensor:
         """Lets TensorFlow take a value for a variable where it would."""
         # Keras's may be frozen, which TensorFlow's does not know.
-        own = tf_variable(variable)
+        own = private_keras.tf_variable(variable)
         if own is not None and own.trainable and is_differentiable(value):
             self._substitutes.append(_substitute(value))
         return value
@@ -246,7 +244,7 @@ class Substituted(keras.StatelessScope):
             return _read(value)
         if self.original_scope is None:
             # Not `None`: regularizers ask here for what they add up.
-            return tf_variable(variable)
+            return private_keras.tf_variable(variable)
         return self.original_scope.get_current_value(variable)
 
     def add_update(self, update):
@@ -315,6 +313,6 @@ def _release(tensors: Iterable[tf.Tensor]) -> None:
 
 
 def _as_default(graph):
-    if graph is None or graph is current_graph():
+    if graph is None or graph is names.current_graph():
         return contextlib.nullcontext()
     return graph.as_default()

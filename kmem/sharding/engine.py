@@ -320,17 +320,9 @@ def _join(cluster: dict, timeout: float) -> None:
 def _coded(tensor: tf.Tensor):
     """A tensor as it travels, and what makes it of what has arrived."""
     dtype = tensor.dtype
-    if dtype in _SAME_BITS:
-        return (
-            tf.bitcast(tensor, _SAME_BITS[dtype]),
-            lambda arrived: tf.bitcast(arrived, dtype),
-        )
-    if dtype in _WIDER:
-        return (
-            tf.cast(tensor, _WIDER[dtype]),
-            lambda arrived: tf.cast(arrived, dtype),
-        )
-    return tensor, lambda arrived: arrived
+    convert: Any = tf.bitcast if dtype in _SAME_BITS else tf.cast
+    sent = convert(tensor, (_SAME_BITS | _WIDER).get(dtype, dtype))
+    return sent, lambda arrived: convert(arrived, dtype)
 
 
 def _key(operation: str, name: str, tensor: tf.Tensor) -> int:

@@ -27,7 +27,6 @@ import tensorflow as tf
 from kmem.base import patching
 from kmem.base import private_keras
 from kmem.base import private_tf
-from kmem.base.patching import attribute
 from kmem.sharding import gathering
 from kmem.sharding.engine import Engine
 from kmem.sharding.variables import MirroredVariable
@@ -188,8 +187,7 @@ class Slices(Alone):
         ]
 
 
-@contextlib.contextmanager
-def synchronized(engine: Engine) -> Iterator[None]:
+def synchronized(engine: Engine) -> patching.Context:
     """Within, layers add up over the processes, as over a strategy's replicas.
 
     Keras's synchronized batch normalization, and layers of one's own, ask
@@ -220,8 +218,7 @@ def synchronized(engine: Engine) -> Iterator[None]:
 
     # The one that there is without a strategy.
     replica = tf.distribute.get_replica_context()
-    with attribute(replica, "all_reduce", all_reduce):
-        yield
+    return patching.attribute(replica, "all_reduce", all_reduce)
 
 
 def agree_on_seed(engine: Engine) -> None:
@@ -280,7 +277,7 @@ def _assigned(variables: list) -> Iterator[dict[int, Any]]:
         return note
 
     with patching.together(
-        attribute(variable, private_keras.ASSIGN, noting(variable))
+        patching.attribute(variable, private_keras.ASSIGN, noting(variable))
         for variable in variables
     ):
         yield assigned

@@ -24,7 +24,6 @@ from kmem.base import private_keras
 from kmem.base.patching import Context
 from kmem.base.patching import attribute
 from kmem.base.patching import together
-from kmem.base.private_keras import all_layers
 from kmem.options import Sharding
 from kmem.sharding import slices
 from kmem.sharding import units
@@ -185,7 +184,7 @@ def _weights(model) -> list:
     """The weights of layers, frozen ones too."""
     weights = {
         id(variable): variable
-        for layer in all_layers(model)
+        for layer in private_keras.all_layers(model)
         for variable in private_keras.own_weights(layer)
     }
     return list(weights.values())

@@ -8,13 +8,14 @@ weight decays depends on its name, or its shape: those of the whole.
 
 import contextlib
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kmem.base.patching import Context
 from kmem.base.patching import attribute
+from kmem.base.patching import together
 from kmem.base.private_keras import CLIP
 from kmem.base.private_keras import USE_WEIGHT_DECAY
 from kmem.base.private_keras import whole_of
@@ -82,8 +83,7 @@ class ShardedOptimizer:
         for number, (variable, reference) in enumerate(pairs):
             variables.adopt(variable, reference, f"slot {number}", self._home)
 
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self) -> Context:
         """Within, the optimizer is given shards."""
         apply = self._optimizer.apply
 
@@ -98,12 +98,8 @@ class ShardedOptimizer:
             ):
                 apply(grads, trainable_variables)
 
-        with (
-            variables.as_shards(),
-            attribute(self._optimizer, "apply", apply_to_shards),
-            self._at_home(),
-        ):
-            yield
+        changed = attribute(self._optimizer, "apply", apply_to_shards)
+        return together((variables.as_shards(), changed, self._at_home()))
 
     def finalizing(self):
         """A context: Keras may put averages in the place of weights."""
@@ -123,14 +119,13 @@ class ShardedOptimizer:
             for variable in self._model.trainable_variables
             if isinstance(variable, MirroredVariable)
         ]
-        return variables.updated(mirrored, "publish", after)
+        return variables.updated(mirrored, after)
 
     def _at_home(self):
         """A context: operations run where the shards are."""
         return tf.device(self._home) if self._home else contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def _looking_at_all(self, weights: list) -> Iterator[None]:
+    def _looking_at_all(self, weights: list) -> Context:
         """Lets it clip, and look for infinities, over all processes.
 
         Args:
@@ -167,9 +162,9 @@ class ShardedOptimizer:
         def use(variable):
             return plain_use(wholes.get(identity_of(variable), variable))
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(attribute(inner, CLIP, clip))
-            stack.enter_context(attribute(inner, USE_WEIGHT_DECAY, use))
+        def changes():
+            yield attribute(inner, CLIP, clip)
+            yield attribute(inner, USE_WEIGHT_DECAY, use)
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 plain_check = optimizer.check_finite
 
@@ -178,7 +173,6 @@ class ShardedOptimizer:
                     own = tf.cast(finite, tf.int32)
                     return engine.all_reduce(own[None], "finite", "Min")[0] > 0
 
-                stack.enter_context(
-                    attribute(optimizer, "check_finite", check_finite)
-                )
-            yield
+                yield attribute(optimizer, "check_finite", check_finite)
+
+        return together(changes())

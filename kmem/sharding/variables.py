@@ -229,14 +229,11 @@ def adopt(
 
 
 @contextlib.contextmanager
-def updated(
-    mirrored: list, name: str, after: Sequence[tf.Tensor] = ()
-) -> Iterator[None]:
+def updated(mirrored: list, after: Sequence[tf.Tensor] = ()) -> Iterator[None]:
     """Within, mirrored variables have shards; of them they are made anew.
 
     Args:
         mirrored: The variables, which all processes give in one order.
-        name: What names the call in all processes.
         after: Tensors to wait for, in a graph.
     """
     for variable in mirrored:
@@ -246,7 +243,7 @@ def updated(
     yield
     if not mirrored:
         return
-    wholes = gathered([variable.shard for variable in mirrored], name)
+    wholes = gathered([variable.shard for variable in mirrored], "publish")
     for variable, whole in zip(mirrored, wholes, strict=True):
         whole_of(variable).assign(whole)
         if not variable.holds_shard:

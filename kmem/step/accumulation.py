@@ -136,9 +136,11 @@ class Updater:
 
         def apply():
             sums, denominators = pending.take()
-            with updates.until_done() as done:
-                self._apply_mean(sums, denominators, pending.variables)
-            with tf.control_dependencies(done):
+            num_before = len(operations())
+            self._apply_mean(sums, denominators, pending.variables)
+            # Not before that is done; in eager mode it is.
+            made = operations()[num_before:]
+            with tf.control_dependencies([op for op in made if not op.outputs]):
                 pending.reset()
 
         def apply_everywhere(strategy):
@@ -314,13 +316,11 @@ def _weighted_sum(gradients, factors):
     return tf.add_n(addends) if addends else None
 
 
-@contextlib.contextmanager
-def without_reduction(optimizer):
+def without_reduction(optimizer) -> patching.Context:
     """Lets the optimizer take its gradients as summed over replicas already.
 
     Keras reduces after it clips, so that every replica clips its own share.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     name = private_keras.ADD_UP_OVER_REPLICAS
-    with patching.method(inner, name, lambda _: list):
-        yield
+    return patching.method(inner, name, lambda _: list)

@@ -10,7 +10,6 @@ reduces its values; a loss made by hand of other operations is not seen, and
 counts as a mean over rows.
 """
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -174,8 +173,7 @@ class Means:
         return loss
 
 
-@contextlib.contextmanager
-def recording(terms: LossTerms, layers=()):
+def recording(terms: LossTerms, layers=()) -> patching.Context:
     """Lets `terms` see, and scale, every Keras loss of this thread.
 
     Args:
@@ -193,21 +191,18 @@ def recording(terms: LossTerms, layers=()):
     ):
         return terms.reduced(values, sample_weight, mask, reduction, dtype)
 
+    def summing(penalty):
+        return lambda output: terms.summed(penalty(output))
+
     def changes():
         yield patching.method(
             keras_loss, "reduce_weighted_values", lambda _: reduced
         )
         for layer in layers:
             if layer.activity_regularizer is not None and _activities_add_up():
-                summed = functools.partial(_summing, terms)
-                yield patching.method(layer, "activity_regularizer", summed)
+                yield patching.method(layer, "activity_regularizer", summing)
 
-    with patching.together(changes()):
-        yield terms
-
-
-def _summing(terms: LossTerms, penalty):
-    return lambda output: terms.summed(penalty(output))
+    return patching.together(changes())
 
 
 @functools.cache

@@ -18,7 +18,6 @@ import tensorflow as tf
 from kmem.base.private_keras import all_layers
 from kmem.graph import ordering
 from kmem.graph import releasing
-from kmem.graph.ordering import Order
 from kmem.step import capture
 from kmem.step import comparing
 from kmem.step import metrics
@@ -27,7 +26,6 @@ from kmem.step.loss_terms import SUM
 from kmem.step.loss_terms import Loss
 from kmem.step.loss_terms import LossTerms
 from kmem.step.loss_terms import recording
-from kmem.step.metrics import LayerState
 from kmem.step.parts import Alone
 from kmem.step.parts import Parts
 from kmem.step.parts import Slice
@@ -51,7 +49,7 @@ class BatchGradient:
     denominators: dict[str, tf.Tensor]
     variables: list
     logs: Any
-    order: Order | None = None
+    order: ordering.Order | None = None
 
 
 class GradientStep:
@@ -89,7 +87,7 @@ class GradientStep:
         )
         # A `Loss`, once it was looked at: the same in all replicas.
         self._loss: Any = None
-        self._state: LayerState | None = None  # Likewise.
+        self._state: metrics.LayerState | None = None  # Likewise.
 
     @property
     def layers_that_see_parts(self) -> list[keras.layers.Layer]:
@@ -179,12 +177,12 @@ class GradientStep:
     def _run(self, data, rows, batch_rows, totals, apart) -> "_Part":
         """Runs the step on one part, without its update."""
         share = tf.cast(rows, tf.float64) / tf.cast(batch_rows, tf.float64)
-        split = self._splits
+        weight = share if self._splits else None
         layers = all_layers(self._model)
         updates = []
         # Before the step proper, so that they draw the same random numbers.
         for group in apart:
-            terms = LossTerms(share if split else None, totals, dropped=group)
+            terms = LossTerms(weight, totals, dropped=group)
             with (
                 capture.DiscardedState(),
                 recording(terms, layers),
@@ -193,7 +191,7 @@ class GradientStep:
             ):
                 self._train_step(data)
             updates.append(update)
-        terms = LossTerms(share if split else None, totals)
+        terms = LossTerms(weight, totals)
         with (
             recording(terms, layers),
             metrics.counting_share(self._model, share) as results,
@@ -205,8 +203,7 @@ class GradientStep:
         if self._ordered:
             order = ordering.hold_back(update.gradients or [], loss=update.loss)
         updates = [update, *updates]
-        processes = self._processes
-        return _Part(updates, logs, results, share, split, processes, order)
+        return _Part(updates, logs, results, weight, self._processes, order)
 
     def _count_denominators(
         self, parts: Parts, batch: Slice
@@ -266,7 +263,7 @@ class GradientStep:
         ):
             self._run_until_loss(data, until_loss)
             self._loss = Loss.of(model, self._train_step, terms, compares)
-            self._state = LayerState(model, scope, data)
+            self._state = metrics.LayerState(model, scope, data)
         counted = [terms.denominators[group] for group in self._loss.counted]
         if unknown:
             comparing.check_masks(model, counted, unknown)
@@ -305,15 +302,14 @@ class _Part:
         updates,
         logs,
         results,
-        share,
-        split: bool,
+        weight,
         processes: Alone,
-        order: Order | None,
+        order: ordering.Order | None,
     ):
         self.order = order
         self.sums_rows = updates[0].sums_rows
         self.variables = updates[0].variables
-        weight = share if split else None
+        split = weight is not None
         self._logs = metrics.Logs(logs, results if split else {}, weight)
         gradient_weight = None if self.sums_rows else weight
         weighs = processes.weighs_gradient

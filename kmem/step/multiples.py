@@ -9,10 +9,8 @@ product of them, which is refused; look into eager steps, where a gradient has
 to be the tape's own.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -44,8 +42,7 @@ class Given:
         self._refuse = refuse
         self._is_within = self._has_been = False
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> patching.Context:
         """Within, gradients are taken note of."""
 
         def replaced(gradient):
@@ -70,8 +67,7 @@ class Given:
 
             return call
 
-        with patching.method(tf.GradientTape, "gradient", replaced):
-            yield
+        return patching.method(tf.GradientTape, "gradient", replaced)
 
     def include(self, gradient) -> bool:
         """Whether it is a multiple of what was given, or `None`."""

@@ -19,7 +19,6 @@ from kmem.base import private_tf
 from kmem.graph import fusion
 from kmem.graph import ordering
 from kmem.graph import releasing
-from kmem.graph.ordering import Order
 
 
 class Parts:
@@ -82,7 +81,7 @@ class Parts:
         self,
         function,
         *arguments,
-        order: Callable[[], Order | None] = lambda: None,
+        order: Callable[[], ordering.Order | None] = lambda: None,
     ) -> list[tf.Tensor]:
         """`sum`, for which a graph traces the function once for all parts.
 
@@ -169,7 +168,7 @@ def _added(totals: list, addends: list) -> list:
 
 
 def _added_in_order(
-    totals: list, addends: list, order: Order | None
+    totals: list, addends: list, order: ordering.Order | None
 ) -> list[tf.Tensor]:
     """Adds up two lists in a graph that made one of them, each addend as soon
     as it is there, so that it is freed."""

@@ -8,7 +8,6 @@ common norm or to scale a loss, updates at the end of a step.
 """
 
 import contextlib
-from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -16,7 +15,6 @@ import tensorflow as tf
 from kmem.base import patching
 from kmem.graph import fusion
 from kmem.graph.names import current_graph
-from kmem.graph.names import operations
 from kmem.graph.ordering import Order
 from kmem.options import MemoryOptions
 from kmem.step import batches
@@ -66,10 +64,9 @@ def _are_small(variables: list) -> bool:
     return _NUM_ARRAYS * max(sizes, default=0) <= sum(sizes)
 
 
-@contextlib.contextmanager
 def in_turn(
     optimizer, gradients: list, order: Order | None = None
-) -> Iterator[None]:
+) -> patching.Context:
     """Within, an optimizer updates its variables one after another.
 
     Else it would prepare all of its updates at once, and some of them, such
@@ -82,8 +79,7 @@ def in_turn(
     """
     graph = current_graph()
     if graph is None:
-        yield
-        return
+        return contextlib.nullcontext()
     before = [
         op
         for gradient in gradients
@@ -103,15 +99,4 @@ def in_turn(
 
         return update_step
 
-    with patching.method(optimizer, "update_step", waiting):
-        yield
-
-
-@contextlib.contextmanager
-def until_done() -> Iterator[list[tf.Operation]]:
-    """Gives, once it is left, what to wait for until all that a graph got
-    within is done; nothing in eager mode."""
-    num_before = len(operations())
-    done: list[tf.Operation] = []
-    yield done
-    done += [op for op in operations()[num_before:] if not op.outputs]
+    return patching.method(optimizer, "update_step", waiting)

@@ -35,7 +35,7 @@ def test_within_an_update_it_is_a_vector(variable):
     mirrored = isinstance(variable, variables.MirroredVariable)
     with (
         variables.as_shards(),
-        variables.updated([variable] if mirrored else [], "update"),
+        variables.updated([variable] if mirrored else []),
     ):
         assert variable.shape == (6,)
         np.testing.assert_array_equal(variable, VALUE.ravel())

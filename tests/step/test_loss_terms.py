@@ -35,7 +35,8 @@ def test_a_loss_is_divided_by_what_its_reduction_says(
     reduction, sample_weight, mask, denominators
 ):
     predicted = np.zeros((3, 1)) if mask is None else masked(0.0 * Y, mask)
-    with recording(LossTerms()) as terms:
+    terms = LossTerms()
+    with recording(terms):
         loss = keras.losses.MeanSquaredError(reduction=reduction)
         loss(Y, predicted, sample_weight)
 
@@ -52,7 +53,8 @@ def test_losses_of_one_mask_share_a_group():
     second._keras_mask = first._keras_mask
     loss = keras.losses.MeanSquaredError()
 
-    with recording(LossTerms()) as terms:
+    terms = LossTerms()
+    with recording(terms):
         loss(Y, first)
         loss(Y, second)
         loss(Y, masked(Y, [True, True, True]))
