@@ -1,6 +1,8 @@
 """A checkpoint of any number of processes is loaded by any other.
 
-The processes are threads here, each with a model of its own.
+The processes are threads here, each with a model of its own. They take turns:
+TensorFlow's dispatch of operations is not safe where several threads meet a
+kind of variable for the first time.
 """
 
 import concurrent.futures
@@ -32,18 +34,26 @@ DISTANCE = 3_000_000_000
 class Threads(Engine):
     """Collectives of threads, which meet in a list."""
 
-    def __init__(self, size, rank, barrier, sent):
+    def __init__(self, size, rank, turn, barrier, sent):
         super().__init__(size, rank)
+        self._turn = turn
         self._barrier = barrier
         self._sent = sent
 
     def gather(self, tensor, name):
         self._sent[self.rank] = (name, tf.convert_to_tensor(tensor))
-        self._barrier.wait(60)
+        self._meet()
         names, tensors = zip(*self._sent, strict=True)
-        self._barrier.wait(60)
+        self._meet()
         assert set(names) == {name}
         return tf.stack(tensors)
+
+    def _meet(self):
+        self._turn.release()
+        try:
+            self._barrier.wait(60)
+        finally:
+            self._turn.acquire()
 
     def broadcast(self, tensor, name):
         return self.gather(tensor, name)[0]
@@ -52,15 +62,17 @@ class Threads(Engine):
 def run(size, function, monkeypatch):
     """Calls it with the rank, in threads that are processes to kmem."""
     own = threading.local()
-    barrier, sent = threading.Barrier(size), [None] * size
+    turn, barrier = threading.Lock(), threading.Barrier(size)
+    sent = [None] * size
 
     def call(rank):
-        own.engine = Threads(size, rank, barrier, sent)
-        try:
-            return function(own.engine)
-        except BaseException:
-            barrier.abort()
-            raise
+        own.engine = Threads(size, rank, turn, barrier, sent)
+        with turn:
+            try:
+                return function(own.engine)
+            except BaseException:
+                barrier.abort()
+                raise
 
     with (
         monkeypatch.context() as patch,
