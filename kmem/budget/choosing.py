@@ -3,16 +3,16 @@
 The same program need not search again: a choice is found by all that it was
 made from, which is the model, its batch, the options, the budget, the device
 and the versions. It is tried again before it trains, so one that no longer
-fits costs a dry run, and not the budget. The folder is the user's own, as what
-is found there is made into objects. What this does not do: search (search.py).
+fits costs a dry run, and not the budget. What this does not do: search
+(search.py).
 """
 
 import dataclasses
 import gc
 import hashlib
+import json
 import os
 import pathlib
-import pickle
 from typing import Any
 
 import keras
@@ -35,6 +35,7 @@ from kmem.fit.undoing import Changes
 from kmem.options import MemoryOptions
 from kmem.options import MixedPrecision
 from kmem.options import Sharding
+from kmem.planning.plan import from_json
 from kmem.sharding import agreeing
 from kmem.sharding import refusals
 from kmem.step import batches
@@ -50,7 +51,7 @@ def choose(
     reserved_bytes: int = 0,
     verbose: int = 0,
 ) -> tuple[Session, MemoryReport]:
-    """Looks for the fastest step of a model within a budget.
+    """Takes what an earlier run chose for a budget, or looks for the fastest.
 
     The model and its state stay as they are.
 
@@ -177,19 +178,16 @@ def _path(*facts: Any) -> pathlib.Path | None:
     machine = os.cpu_count(), [sorted(details(gpu).items()) for gpu in gpus]
     versions = __version__, tf.__version__, keras.__version__
     text = repr((facts, machine, versions))
-    name = _PREFIX + hashlib.sha256(text.encode()).hexdigest()[:32]
-    return cache.folder() / name
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return cache.folder() / f"{_PREFIX}{name}.json"
 
 
 def _load(path: pathlib.Path) -> MemoryReport | None:
     """What `_save` wrote; `None` if there is nothing that can be used."""
     try:
-        cache.check_private(path.parent)
-        report = pickle.loads(path.read_bytes())
-    except Exception:
-        # A damaged file may raise anything.
+        return from_json(MemoryReport, json.loads(path.read_text("utf-8")))
+    except (OSError, KeyError, RecursionError, TypeError, ValueError):
         return None
-    return report if isinstance(report, MemoryReport) else None
 
 
 def _save(path: pathlib.Path, report: MemoryReport) -> None:
@@ -197,11 +195,10 @@ def _save(path: pathlib.Path, report: MemoryReport) -> None:
     try:
         cache.make_private(path.parent)
         with cache.appearing(path) as part:
-            part.write_bytes(pickle.dumps(report))
-        kept = sorted(
-            path.parent.glob(f"{_PREFIX}*"),
-            key=lambda each: each.stat().st_mtime,
-        )
+            # A set in order.
+            text = json.dumps(dataclasses.asdict(report), default=sorted)
+            part.write_text(text, encoding="utf-8")
+        kept = sorted(path.parent.glob(f"{_PREFIX}*"), key=os.path.getmtime)
         for old in kept[: -tuning.MAX_KEPT]:
             old.unlink()
     except OSError:

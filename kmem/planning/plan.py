@@ -5,6 +5,7 @@ replayed, drawn and compared wherever it is loaded; it is saved as JSON.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -214,7 +215,7 @@ class Plan(drawing.Shown):
                 f"{path} of version {content.get('version')!r}"
             )
         try:
-            plan = _from_json(cls, content["plan"])
+            plan = from_json(cls, content["plan"])
             plan._check_numbers()
         except (
             *(ArithmeticError, AttributeError, LookupError, MemoryError),
@@ -253,26 +254,28 @@ class Plan(drawing.Shown):
             raise ValueError("no such mode")
 
 
-def _from_json(kind: Any, saved: Any) -> Any:
-    """A value of a type that a field has, from what `save` made of it.
+def from_json(kind: Any, saved: Any) -> Any:
+    """A value of a type that a field has, from what JSON made of it.
 
     Raises:
         KeyError: If a dataclass lacks a field.
         TypeError: If it is of another type, or out of range.
     """
-    arguments = typing.get_args(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         kinds = typing.get_type_hints(kind)
         if set(saved) != set(kinds):
             raise KeyError(*set(saved).symmetric_difference(kinds))
-        values = {name: _from_json(k, saved[name]) for name, k in kinds.items()}
+        values = {name: from_json(k, saved[name]) for name, k in kinds.items()}
         return typing.cast(Any, kind)(**values)
-    if isinstance(kind, types.UnionType):
-        one = next(k for k in arguments if k is not type(None))
-        return None if saved is None else _from_json(one, saved)
+    if origin in (types.UnionType, typing.Union):
+        for one in arguments:
+            with contextlib.suppress(KeyError, TypeError):
+                return from_json(one, saved)
+    if origin is typing.Literal and saved in arguments:
+        return saved
     if arguments and isinstance(saved, list):
-        items = [_from_json(arguments[0], each) for each in saved]
-        return typing.get_origin(kind)(items)
+        return origin(from_json(arguments[0], each) for each in saved)
     if kind is float and type(saved) is int:
         saved = float(saved)
     if type(saved) is not kind or (
