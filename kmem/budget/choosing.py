@@ -100,16 +100,12 @@ def choose(
             *(menu.key, batches.to_json(batch), options, budget_bytes, room)
         )
     report = path and _load(path)
-    if (
-        report is not None
-        and abs(report.in_use_bytes - in_use) <= tuning.MARGIN * room
-        and search.tries_again(report.chosen)
-    ):
-        best: Any = search.best
-        report = dataclasses.replace(
-            report, chosen=in_fit(best), in_use_bytes=in_use
-        )
-        return search.session(best), report
+    nearly = tuning.MARGIN * room
+    if report and abs(report.in_use_bytes - in_use) <= nearly:
+        best = search.again(report.chosen)
+        if best is not None:
+            changes: Any = {"chosen": in_fit(best), "in_use_bytes": in_use}
+            return search.session(best), dataclasses.replace(report, **changes)
 
     plain = search.plain(given)
     if search.best is None:

@@ -95,19 +95,19 @@ class Search:
         if self.best and self.best.options.num_parts > 1:
             self._check_loss(differing)
 
-    def tries_again(self, before: Choice) -> bool:
-        """Tries what an earlier run chose; returns whether it fits."""
+    def again(self, before: Choice) -> Choice | None:
+        """What an earlier run chose, if it fits."""
         self._menu.say_again(before.options)
         try:
             if before.options.num_parts > 1:
                 self._check_loss(self._layers_that_differ(before.options))
         except CannotSplit:
-            return False
+            return None
         trial = self._menu.trial_of(before.options, before.plan)
         choice = self._run(before.options, trial)
         if choice is not None and self._menu.fits(choice):
             self.best = choice
-        return self.best is not None
+        return self.best
 
     def _check_loss(self, differing: list) -> None:
         """Warns of a loss that may compare the examples of a batch."""

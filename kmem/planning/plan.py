@@ -275,7 +275,8 @@ def from_json(kind: Any, saved: Any) -> Any:
     if origin is typing.Literal and saved in arguments:
         return saved
     if arguments and isinstance(saved, list):
-        return origin(from_json(arguments[0], each) for each in saved)
+        items = (from_json(arguments[0], each) for each in saved)
+        return typing.cast(Any, origin)(items)
     if kind is float and type(saved) is int:
         saved = float(saved)
     if type(saved) is not kind or (
