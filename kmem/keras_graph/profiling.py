@@ -298,8 +298,8 @@ def signature(call: Call) -> str:
         config.pop("name", None)
         described = json.dumps(config, sort_keys=True, default=repr)
     except (AttributeError, NotImplementedError, TypeError):
-        # A function, as the loss is, or a layer that cannot be described.
-        address = f"layer at {id(operation):#x}"
+        # The loss, what is between layers, or a layer that has no description.
+        address = operation is not None and f"layer at {id(operation):#x}"
         described = getattr(operation, "__qualname__", address)
     kind = type(operation).__name__
     return repr((kind, described, leaves, call.operations))

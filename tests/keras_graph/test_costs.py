@@ -10,6 +10,7 @@ import kmem
 from kmem.keras_graph.costs import cost_of
 from kmem.keras_graph.profiling import profile
 from kmem.keras_graph.profiling import record_batch
+from kmem.keras_graph.profiling import signature
 
 ROWS, WIDTH = 16, 8
 VALUE = ROWS * WIDTH * 4
@@ -195,3 +196,23 @@ def test_other_costs_are_refused():
 
     with pytest.raises(ValueError, match="Received: costs='guessed'"):
         kmem.profile(model, tf.TensorSpec((1, 2)), costs="guessed")
+
+
+def test_what_is_between_layers_is_known_in_another_process():
+    class Between(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(3)
+
+        def call(self, x):
+            return self.dense(2 * tf.abs(x)) + 1
+
+    model = Between()
+    x = np.ones((4, WIDTH), "float32")
+    model(x)
+
+    found = [signature(call) for call in record_batch(model, x).calls]
+
+    assert any("NoneType" in each for each in found)
+    # No address, which is another one there.
+    assert not any("0x" in each for each in found)
