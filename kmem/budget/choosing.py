@@ -7,6 +7,7 @@ fits costs a dry run, and not the budget. What this does not do: search
 (search.py).
 """
 
+import contextlib
 import dataclasses
 import gc
 import hashlib
@@ -188,7 +189,8 @@ def _load(path: pathlib.Path) -> MemoryReport | None:
 
 def _save(path: pathlib.Path, report: MemoryReport) -> None:
     """Keeps a report, unless the folder cannot be used, and the newest ones."""
-    try:
+    # Else a search takes its time in the next run, too.
+    with contextlib.suppress(OSError):
         cache.make_private(path.parent)
         with cache.appearing(path) as part:
             # A set in order.
@@ -197,6 +199,3 @@ def _save(path: pathlib.Path, report: MemoryReport) -> None:
         kept = sorted(path.parent.glob(f"{_PREFIX}*"), key=os.path.getmtime)
         for old in kept[: -tuning.MAX_KEPT]:
             old.unlink()
-    except OSError:
-        # A search takes its time in the next run, too.
-        return

@@ -93,14 +93,15 @@ class Search:
             if self.best is None:
                 self._smallest(options, each[-1])
         if self.best and self.best.options.num_parts > 1:
-            self._check_loss(differing)
+            self._check_loss(self.best.options, differing)
 
     def again(self, before: Choice) -> Choice | None:
         """What an earlier run chose, if it fits."""
         self._menu.say_again(before.options)
         try:
             if before.options.num_parts > 1:
-                self._check_loss(self._layers_that_differ(before.options))
+                differing = self._layers_that_differ(before.options)
+                self._check_loss(before.options, differing)
         except CannotSplit:
             return None
         trial = self._menu.trial_of(before.options, before.plan)
@@ -109,7 +110,7 @@ class Search:
             self.best = choice
         return self.best
 
-    def _check_loss(self, differing: list) -> None:
+    def _check_loss(self, options: MemoryOptions, differing: list) -> None:
         """Warns of a loss that may compare the examples of a batch."""
         if self._menu.model in differing:
             warnings.warn(
@@ -117,8 +118,8 @@ class Search:
                 "micro-batch. One that compares the examples of a batch, such "
                 "as a contrastive one, needs them together: train with a "
                 "larger `memory_budget`, or smaller batches. Received: "
-                f"{self._menu.model.name}, in micro-batches, with a loss that "
-                "is not Keras's alone",
+                f"{self._menu.model.name}, in {options.num_parts} "
+                "micro-batches, with a loss that is not Keras's alone",
                 stacklevel=2,
             )
 
