@@ -293,8 +293,11 @@ def test_the_summary_tells_the_peak_of_a_step_hence_of_a_micro_batch(
         program, data = deep(rows=2**13, depth=12, **options)
         program = Program(program.levels[:1])
         peak, in_use = peak_of_level(program, data)
-        # Counted with more where steps differ in the order of operations.
-        assert 0.7 * peak < step_bytes(program, data) < 1.15 * peak
+        # A batch may be there once more in one of them, and of operations in
+        # another order one activation, which is as large as the batch.
+        [x] = data
+        difference = peak - step_bytes(program, data)
+        assert abs(difference) <= 2.1 * x.numpy().nbytes
         needed_bytes.append(peak - in_use)
 
     assert needed_bytes[1] < 0.4 * needed_bytes[0]
