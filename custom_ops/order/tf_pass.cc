@@ -152,7 +152,7 @@ class Order {
     if (node->IsExit()) before = entered_[FrameOf(node)];
     before_[node->id()] = before;
     if (!Runs(node)) return;
-    double place = PlaceOf(node);
+    double place = IsAtOnce(node) ? kNone : PlaceOf(node);
     if (place == kNone && before != kNone) place = before + kNext;
     // One that now reads what was traced later has no place of its own.
     if (place <= before) return;
@@ -196,16 +196,21 @@ class Order {
     return kNone;
   }
 
-  // Whether it computes something. What passes an array on, or asks for its
-  // shape, would hold it until its turn, and comes as soon as it can.
-  static bool Runs(const Node* node) {
+  // What passes an array on, or asks for its shape, would hold it until its
+  // turn. It comes right after what it reads; and what is next waits for it,
+  // as it could not take over the memory of an array that another one holds.
+  static bool IsAtOnce(const Node* node) {
     static const auto* const kAtOnce = new std::set<std::string>{
-        "ExpandDims", "Identity", "IdentityN", "NoOp", "Rank", "ReadVariableOp",
-        "Reshape",    "Shape",    "ShapeN",    "Size", "Squeeze",
+        "ExpandDims",     "Identity", "IdentityN", "Rank", "ReadVariableOp",
+        "Reshape",        "Shape",    "ShapeN",    "Size", "Squeeze",
     };
+    return kAtOnce->count(node->type_string()) > 0;
+  }
+
+  static bool Runs(const Node* node) {
     return node->IsOp() && !node->IsControlFlow() && !node->IsConstant() &&
            !node->IsArg() && !node->IsRetval() && !node->IsCollective() &&
-           kAtOnce->count(node->type_string()) == 0;
+           node->type_string() != "NoOp";
   }
 
   void Chain(Row* row) {

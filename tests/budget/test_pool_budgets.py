@@ -16,12 +16,8 @@ TRAIN = """
         kmem.memory.limit({pool}, device="CPU", pool=True)
     import keras
     import numpy as np
-    import tensorflow as tf
     from keras import layers
 
-    # Else a planned step needs one block more now and then on a busy machine:
-    # see "A pool" in docs/memory.md.
-    tf.config.threading.set_inter_op_parallelism_threads(1)
     keras.utils.set_random_seed(0)
     stack = [keras.Input((32, 32, 1))]
     for _ in range(4):

@@ -67,8 +67,8 @@ def _trained(make_model, shape, options):
 )
 def test_each_step_needs_the_same_bytes(options):
     _, peaks = _trained(_residual, (64, 16, 16, 8), options)
-    # But for small arrays that something passes on as soon as it can.
-    assert max(peaks) < 1.01 * min(peaks)
+    # But for scalars, of which each takes 64 bytes.
+    assert max(peaks) <= min(peaks) + 256
 
 
 @pytest.mark.parametrize("steps", [1, 2])
