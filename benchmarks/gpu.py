@@ -4,27 +4,31 @@
 
 First the tests marked `gpu` run. Then each option trains each model in each
 mode, in a process of its own; a row compares it with plain Keras in the same
-mode. It ends in less than eight minutes: what is left is named, and not run.
-`--device CPU` does the same on the CPU, to try the script.
+mode. `--jobs` processes trace and plan beside each other; one at a time takes
+the steps that are timed. It ends in less than eight minutes: what is left is
+named, and not run. `--device CPU` does the same on the CPU, to try the script.
 """
 
 import argparse
+import fcntl
+import itertools
 import json
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent import futures
 
 from table import add_output
-from table import lines_of
 from table import made_by
 from table import writer
 
 TESTS = pathlib.Path(__file__).parents[1] / "tests" / "gpu"
 SECONDS = 8 * 60
-STEPS = 6
+STEPS = 11
 MODELS = {"ResNet50": {"num_rows": 32}, "transformer": {"num_layers": 6}}
 MODES = {
     "graph": {"jit_compile": False},
@@ -51,8 +55,17 @@ ONLY_IN |= {
 }
 
 
-def train(name, mode, option, budget, device):
+# A device is whole in each process only if none takes all of it at once.
+SHARED = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+
+
+def train(name, mode, option, budget, device, lock):
     """Prints the steps' peaks and times, and the weights' checksums."""
+    if mode == "xla":
+        # TensorFlow's own determinism would have Keras leave XLA out.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
+
     import keras
     import numpy as np
     import tensorflow as tf
@@ -63,7 +76,8 @@ def train(name, mode, option, budget, device):
     if option.endswith(IN_A_POOL):
         kmem.memory.limit(int(budget), device=device, pool=True)
         option = option.removesuffix(IN_A_POOL)
-    tf.config.experimental.enable_op_determinism()
+    if mode != "xla":
+        tf.config.experimental.enable_op_determinism()
     keras.utils.set_random_seed(0)
     model, x, y = MAKE[name](**MODELS[name])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -74,9 +88,12 @@ def train(name, mode, option, budget, device):
     if option == "offloaded":
         options["sharding"] = kmem.Sharding("full", cpu_offload=True)
     peaks, seconds = [], []
+    alone = open(lock)
 
     class Meter(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
+            if batch == 1:  # Until the process ends.
+                fcntl.flock(alone, fcntl.LOCK_EX)
             kmem.memory.reset_peak(device)
             self.start = time.perf_counter()
 
@@ -107,19 +124,27 @@ def train(name, mode, option, budget, device):
     )
 
 
-def result_of(*arguments):
-    """What a training of its own process gives, or `None` and its error."""
+def result_of(arguments, until):
+    """What a training of its own process gives, or its error."""
     try:
-        *_, last = lines_of(__file__, "--run", *arguments)
-    except (subprocess.CalledProcessError, ValueError) as error:
-        return {"error": str(error)[:80]}
-    return json.loads(last)
+        ended = subprocess.run(
+            [sys.executable, __file__, "--run", *map(str, arguments)],
+            env={**os.environ, **SHARED},
+            capture_output=True,
+            text=True,
+            timeout=max(0, until - time.monotonic()),
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": "no time"}
+    if ended.returncode:
+        print(*arguments, ended.stderr, sep="\n", file=sys.stderr)
+        *_, last = ["", *ended.stderr.strip().splitlines()]
+        return {"error": f"status {ended.returncode}: {last[:80]}"}
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
-def row(name, mode, option, plain, device):
-    share = SHARES.get(option.removesuffix(IN_A_POOL), 0)
-    budget = int(share * plain["peak"])
-    result = result_of(name, mode, option, budget, device)
+def row(name, mode, option, budget, result, plain):
+    """A line of the table."""
     head = f"| {name} | {mode} | {option} |"
     if "error" in result:
         return f"{head} {result['error']} | | | |\n"
@@ -130,65 +155,102 @@ def row(name, mode, option, plain, device):
             result[key], plain[key], plain["norms"], strict=True
         )
     )
-    within = "" if not budget else "yes" if result["peak"] <= budget else "NO"
+    within = ""
+    if budget:
+        kept = "yes" if result["peak"] <= budget else "NO"
+        within = f"{budget / 1e6:.1f} {kept}"
     return (
-        f"{head} {result['peak'] / 1e6:.1f} | "
-        f"{budget / 1e6:.1f} {within} | {changed:.1e} | "
+        f"{head} {result['peak'] / 1e6:.1f} | {within} | {changed:.1e} | "
         f"{result['seconds'] / plain['seconds']:.2f} |\n"
     )
 
 
 def tests(device):
-    """pytest's last line."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu"]
-    ended = subprocess.run(
-        [*command, str(TESTS)],
-        env={**os.environ, "KMEM_TEST_DEVICE": device},
-        capture_output=True,
-        text=True,
-    )
-    return ended.stdout.strip().splitlines()[-1]
+    """The last line of pytest for each file, all in less time than one.
+
+    Each has a process: determinism, once asked for, is for a whole process.
+    """
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "gpu"]
+    running = {
+        path.name: subprocess.Popen(
+            [*command, str(path)],
+            env={**os.environ, **SHARED, "KMEM_TEST_DEVICE": device},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for path in sorted(TESTS.glob("test_*.py"))
+    }
+    for name, process in running.items():
+        output, _ = process.communicate()
+        if process.returncode:
+            print(output, file=sys.stderr)
+        yield f"* `{name}`: {output.strip().splitlines()[-1].strip('= ')}\n"
+
+
+def rows(device, jobs, until):
+    """All lines of the table, each as soon as those before it are there."""
+    with (
+        tempfile.NamedTemporaryFile() as lock,
+        futures.ThreadPoolExecutor(jobs) as pool,
+    ):
+
+        def trained(name, mode, option, budget=0):
+            arguments = (name, mode, option, budget, device, lock.name)
+            return result_of(arguments, until)
+
+        programs = list(itertools.product(MODELS, MODES))
+        plain = dict(
+            zip(
+                programs,
+                pool.map(lambda program: trained(*program, "plain"), programs),
+                strict=True,
+            )
+        )
+        others = []
+        for (name, mode), option in itertools.product(programs, OPTIONS):
+            if (
+                mode in ONLY_IN.get(option, MODES)
+                and "peak" in plain[name, mode]
+            ):
+                share = SHARES.get(option.removesuffix(IN_A_POOL), 0)
+                budget = int(share * plain[name, mode]["peak"])
+                others.append((name, mode, option, budget))
+        for name, mode in programs:
+            result = plain[name, mode]
+            yield row(name, mode, "plain", 0, result, result)
+        for other, result in zip(
+            others, pool.map(lambda other: trained(*other), others), strict=True
+        ):
+            yield row(*other, result, plain[other[:2]])
 
 
 def main():
     parser = argparse.ArgumentParser()
     add_output(parser)
     parser.add_argument("--device", default="GPU")
-    parser.add_argument("--run", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes beside each other"
+    )
+    parser.add_argument("--run", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
         train(*args.run)
         return
-    start = time.monotonic()
+    until = time.monotonic() + SECONDS
     write = writer(
         args.output,
         f"# What kmem promises, on a {args.device}\n\n{made_by(__file__)}\n\n"
-        f"Tests marked `gpu`: {tests(args.device)}\n\n"
+        f"Tests marked `gpu`:\n\n{''.join(tests(args.device))}\n"
         "Peak: the most in use on the device in a step after the first. "
         "Changed: the largest difference of a weight's norm or sum after "
         f"{STEPS} steps, relative to its norm. Time: of a step, relative to "
-        "plain Keras in the same mode; medians of processes that ran one "
-        "after another.\n\n"
+        "plain Keras in the same mode; medians of processes that took these "
+        "steps one after another.\n\n"
         "| model | mode | option | peak, MB | budget, MB, kept | changed | "
         "time |\n|---|---|---|---|---|---|---|\n",
     )
-    for name in MODELS:
-        for mode in MODES:
-            plain = result_of(name, mode, "plain", 0, args.device)
-            if "error" in plain:
-                write(f"| {name} | {mode} | plain | {plain['error']} ||||\n")
-                continue
-            write(
-                f"| {name} | {mode} | plain | {plain['peak'] / 1e6:.1f} | | "
-                "| 1.00 |\n"
-            )
-            for option in OPTIONS:
-                if mode not in ONLY_IN.get(option, MODES):
-                    continue
-                if time.monotonic() - start > SECONDS:
-                    write(f"| {name} | {mode} | {option} | no time ||||\n")
-                    continue
-                write(row(name, mode, option, plain, args.device))
+    for line in rows(args.device, args.jobs, until):
+        write(line)
 
 
 if __name__ == "__main__":
