@@ -32,8 +32,8 @@ STEPS = 11
 MODELS = {"ResNet50": {"num_rows": 32}, "transformer": {"num_layers": 6}}
 MODES = {
     "graph": {"jit_compile": False},
-    "xla": {"jit_compile": True},
     "eager": {"run_eagerly": True},
+    "xla": {"jit_compile": True},
 }
 # Shares of the peak of plain training, in the modes that an option has.
 SHARES = {"remat": 0.6, "memory_budget": 0.5, "dtr": 0.7}

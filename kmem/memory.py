@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -29,7 +30,6 @@ import tensorflow as tf
 
 from kmem.base import bindings
 from kmem.base import native
-from kmem.base import private_tf
 from kmem.base import snapshots
 from kmem.base.sizes import parse_size
 
@@ -293,7 +293,7 @@ def track(device: str | None = None) -> Iterator[Usage]:
     import kmem
     import tensorflow as tf
 
-    with kmem.memory.track("CPU") as usage:
+    with kmem.memory.track() as usage:
         tf.zeros((1000, 1000)) + 1.0
     usage.peak_bytes - usage.start_bytes  # 8000000
     ```
@@ -308,17 +308,23 @@ def track(device: str | None = None) -> Iterator[Usage]:
 def capacity(device: str | None = None) -> int:
     """Returns the bytes that a device may have in use: its limit or its size.
 
+    The size of a GPU is what TensorFlow takes of it; `sys.maxsize` if bytes
+    cannot be counted.
+
     Args:
         device: See `kmem.memory.limit`.
     """
     number = _number(device)
-    limit = native.stats(number).limit if native.is_registered() else -1
-    if number != bindings.CPU:
-        whole = private_tf.memory_limits("GPU")[f"/device:GPU:{number - 1}"]
-        return whole if limit < 0 else min(whole, limit)
-    if limit >= 0:
-        return limit
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    whole = sys.maxsize
+    if number == bindings.CPU:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not native.is_registered():
+        return whole
+    tf.config.list_logical_devices()  # TensorFlow makes them, and their pools.
+    stats = native.stats(number)
+    if stats.limit >= 0:
+        return min(stats.limit, stats.size or stats.limit)
+    return stats.size or whole
 
 
 def is_counted(device: str | None = None) -> bool:
@@ -362,27 +368,28 @@ def _kind(pool: bool | str) -> int:
 
 def _number(device: str | None) -> int:
     """The device's number in the native library: that of GPU i is i + 1."""
-    gpus = tf.config.get_visible_devices("GPU")
+    num_gpus = _num_devices("GPU")
     if device is None:
-        return 1 if gpus else bindings.CPU
+        return 1 if num_gpus else bindings.CPU
     match = _DEVICE.fullmatch(device) if isinstance(device, str) else None
     kind = match[1].upper() if match else ""
     index = int(match[2] or 0) if match else 0
-    if kind == "CPU" and index < _num_cpus():
+    num_cpus = _num_devices("CPU")
+    if kind == "CPU" and index < num_cpus:
         return bindings.CPU
-    if kind == "GPU" and index < len(gpus):
+    if kind == "GPU" and index < num_gpus:
         return index + 1
-    devices = [f"CPU:{i}" for i in range(_num_cpus())]
-    devices += [f"GPU:{i}" for i in range(len(gpus))]
+    devices = [f"CPU:{i}" for i in range(num_cpus)]
+    devices += [f"GPU:{i}" for i in range(num_gpus)]
     raise ValueError(
         f"`device` must be one of {', '.join(devices)}, or None. "
         f"Received: device={device!r}"
     )
 
 
-def _num_cpus() -> int:
+def _num_devices(kind: str) -> int:
     """Counts logical devices, without bringing TensorFlow to life."""
     return sum(
-        len(tf.config.get_logical_device_configuration(cpu) or [None])
-        for cpu in tf.config.get_visible_devices("CPU")
+        len(tf.config.get_logical_device_configuration(device) or [None])
+        for device in tf.config.get_visible_devices(kind)
     )

@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import re
 import textwrap
 
 import forked
@@ -28,6 +29,13 @@ if HAS_COMPILER:
 traced_once.install()
 # TensorFlow makes many objects in a trace, and few of them are garbage.
 gc.set_threshold(10_000, 20, 20)
+
+
+def pytest_configure(config):
+    """Hides GPUs from tests that do not ask for one: their numbers are those
+    of a CPU."""
+    if not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 
 # The files that take longest, in that order: they begin first, so that no

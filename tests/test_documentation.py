@@ -18,6 +18,8 @@ import pytest
 from versions import IS_KERAS_3_12
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+# Where there is a GPU, which Keras compiles models for by default.
+pytestmark = pytest.mark.filterwarnings("ignore:Training steps run without XLA")
 SET_UP = (
     'pip install ".[demo]" && kmem demo',
     'pip install ".[test]" && pytest',

@@ -304,6 +304,29 @@ def test_blocks_come_from_the_pool_and_small_ones_from_beside_it(python):
     ]
 
 
+LEAST_POOL = """
+import ctypes
+
+import kmem
+from kmem.base import bindings, native
+
+blocks = [(number << 20, 3_000_000) for number in range(1, 101)]
+freed = [(address, -size) for address, size in blocks]
+events = (ctypes.c_int64 * 400)(*sum(blocks + freed, ()))
+print(native.allocator().kmem_least_pool(bindings.BFC_POOL, events, 200))
+"""
+
+
+def test_a_pool_is_tried_as_one_region_whatever_tensorflow_takes(python):
+    asked = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "TF_CPP_MIN_LOG_LEVEL": "0"}
+
+    status, output, errors = python.run(LEAST_POOL, **asked)
+
+    assert status == 0, errors
+    assert 300_000_000 <= int(output) < 1.01 * 300_000_000
+    assert "ran out of memory" not in errors
+
+
 @pytest.mark.parametrize("pool", [True, "bfc"])
 def test_what_is_free_in_pieces_does_not_hold_a_larger_block(python, pool):
     status, output, errors = python.run(

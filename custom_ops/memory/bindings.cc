@@ -22,6 +22,7 @@ struct KmemStats {
   int64_t num_allocations;
   int64_t refused;
   int64_t cached;
+  int64_t size;  // 0: not known.
 };
 
 // Returns false if it is too late: TensorFlow has already allocated.
@@ -41,6 +42,7 @@ KMEM_EXPORT void kmem_stats(int device, KmemStats* stats) {
   stats->num_allocations = budget->num_allocations();
   stats->refused = budget->refused();
   stats->cached = kmem::TheHostAllocator()->pages()->free_bytes();
+  stats->size = kmem::MemoryOf(device)->size();
 }
 
 // A negative limit means none. Returns false, and changes nothing, if more

@@ -30,6 +30,10 @@ class DeviceMemory {
     return budget_.SetLimit(std::min(limit, pool_bytes_.load()));
   }
 
+  // What TensorFlow takes of the device; 0 if that is not known.
+  int64_t size() const { return size_; }
+  void SetSize(int64_t bytes) { size_ = bytes; }
+
   // Whom to ask before a request is refused or granted above the limit; nobody
   // if it is nullptr. It must never be destroyed.
   void SetEvictor(Evictor* evictor) { evictor_ = evictor; }
@@ -80,6 +84,7 @@ class DeviceMemory {
 
  private:
   Budget budget_;
+  std::atomic<int64_t> size_{0};
   std::atomic<Evictor*> evictor_{nullptr};
   std::atomic<Recording*> recording_{nullptr};
   std::mutex mutex_;

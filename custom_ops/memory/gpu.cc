@@ -27,6 +27,7 @@ class BudgetedGpus : public tensorflow::GPUProcessState {
     if (own == nullptr || !own->TracksAllocationSizes()) return own;
     const int index = device.value();
     if (index + 1 >= kMostDevices) return own;
+    MemoryOfGpu(index)->SetSize(total_bytes);
     std::lock_guard<std::mutex> lock(mutex_);
     std::unique_ptr<BudgetAllocator>& budgeted = allocators_[own];
     if (budgeted == nullptr) {

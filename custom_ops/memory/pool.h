@@ -94,10 +94,7 @@ class Pool {
     usage.blocks = block_bytes_;
     usage.chunks = chunk_bytes_;
     usage.peak_chunks = peak_chunk_bytes_;
-    VisitSpans([&](const Span& span) {
-      if (!span.is_free) return;
-      usage.largest_free = std::max(usage.largest_free, span.bytes);
-    });
+    usage.largest_free = LargestFree();
     return usage;
   }
 
@@ -124,6 +121,14 @@ class Pool {
   // else does so at the time.
   virtual std::pair<char*, size_t> Take(size_t bytes) = 0;
   virtual void Give(char* chunk, size_t chunk_bytes) = 0;
+
+  int64_t LargestFree() const {
+    int64_t largest = 0;
+    VisitSpans([&](const Span& span) {
+      if (span.is_free) largest = std::max(largest, span.bytes);
+    });
+    return largest;
+  }
 
   char* const start_;
   const size_t size_;

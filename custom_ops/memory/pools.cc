@@ -1,8 +1,8 @@
 #include "pools.h"
 
 #include "best_fit_pool.h"
-#include "tensorflow/core/common_runtime/gpu/gpu_bfc_allocator.h"
 #include "xla/tsl/framework/allocator.h"
+#include "xla/tsl/framework/bfc_allocator.h"
 
 namespace kmem {
 namespace {
@@ -31,17 +31,27 @@ class Region : public tsl::SubAllocator {
   bool is_taken_ = false;
 };
 
-// TensorFlow cuts it, as it does a GPU's memory: with its GPUBFCAllocator, and
-// what that is set to by default there.
+// What a GPUBFCAllocator is set to by default. That class itself reads other
+// settings from the environment, such as a region that is taken in steps.
+tsl::BFCAllocator::Options AsOnGpus() {
+  tsl::BFCAllocator::Options options;
+  options.allow_growth = false;
+  options.garbage_collection = true;
+  return options;
+}
+
+// TensorFlow cuts it, as it does a GPU's memory.
 class BfcPool : public Pool {
  public:
   BfcPool(void* region, size_t bytes)
       : Pool(region, bytes),
         bfc_(std::make_unique<Region>(region, bytes), bytes, "kmem_pool",
-             tensorflow::GPUBFCAllocator::Options()) {}
+             AsOnGpus()) {}
 
  protected:
   std::pair<char*, size_t> Take(size_t bytes) override {
+    // TensorFlow would warn, and where a pool is tried that is no failure.
+    if (LargestFree() < static_cast<int64_t>(Round(bytes))) return {nullptr, 0};
     tsl::AllocationAttributes attributes;
     attributes.retry_on_failure = false;  // It would wait for ten seconds.
     void* chunk = bfc_.AllocateRaw(kGrain, bytes, attributes);
@@ -51,7 +61,7 @@ class BfcPool : public Pool {
   void Give(char* chunk, size_t) override { bfc_.DeallocateRaw(chunk); }
 
  private:
-  tensorflow::GPUBFCAllocator bfc_;
+  tsl::BFCAllocator bfc_;
 };
 
 }  // namespace

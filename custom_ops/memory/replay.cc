@@ -68,9 +68,14 @@ int64_t LivePeak(const std::vector<Event>& events) {
 }
 
 int64_t LeastPool(PoolKind kind, const std::vector<Event>& events) {
+  // Enough for all blocks beside each other, so that the search ends.
+  int64_t most = Pool::kGrain;
+  for (const Event& event : events) {
+    if (event.bytes > 0) most += Pool::Round(event.bytes);
+  }
   int64_t fails = LivePeak(events);
   int64_t works = fails + fails / 64 + Pool::kGrain;
-  while (!FitsInPool(kind, works, events)) {
+  while (works < most && !FitsInPool(kind, works, events)) {
     fails = works;
     works += works / 16;
   }

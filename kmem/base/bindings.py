@@ -41,6 +41,8 @@ class Stats(ctypes.Structure):
         ("refused", _INT),
         # Freed, and kept to be used again: not in use, nor the system's yet.
         ("cached", _INT),
+        # What TensorFlow takes of a device; 0 if that is not known.
+        ("size", _INT),
     ]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.client import device_lib
 from tensorflow.python.eager import backprop
 from tensorflow.python.eager import context as eager_context
 
@@ -75,13 +74,6 @@ def runtime_handle() -> Any:
     """A capsule with the runtime's `TFE_Context`. dtr/test_dtr_device.py"""
     eager_context.ensure_initialized()
     return context()._handle
-
-
-def memory_limits(kind: str) -> dict[str, int]:
-    """Bytes by name of device: what is public tells what is in use only.
-    test_memory.py, on a GPU"""
-    devices = device_lib.list_local_devices(kind)
-    return {device.name: device.memory_limit for device in devices}
 
 
 # Graphs that are traced. TensorFlow can add to them in public, and not change

@@ -206,8 +206,8 @@ class Corrector:
             return plan
         if point not in self._learned.measured:
             measurement = self._run(plan)
-            if measurement is None:
-                peak = plan.predicted_peak_bytes
+            if measurement is None:  # How much more it needs is not known.
+                peak = max(plan.predicted_peak_bytes, budget or 0)
                 peak += int(tuning.DOUBT * point.peak_bytes)
                 measurement = Measurement(peak, math.inf)
             extra = measurement.peak_bytes - point.peak_bytes - self._in_use

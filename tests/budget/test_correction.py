@@ -62,6 +62,13 @@ def test_a_plan_uses_what_its_budget_allows(needs):
     assert len(runs) <= 6
 
 
+def test_a_plan_that_runs_out_of_memory_is_not_taken_however_little_is_drawn():
+    made, _ = corrector(lambda drawn: None)
+
+    with pytest.raises(InfeasibleBudget):
+        made.plan(BUDGET, 0)
+
+
 def test_recomputation_that_saves_nothing_in_xla_is_left_out():
     floor = 30_000
     made, runs = corrector(lambda drawn: max(drawn, floor) + IN_USE, mode="xla")
