@@ -4,6 +4,8 @@ TensorFlow has no public function that does what these do. Each says what it
 is for, and which test fails when it moves (in 2.20 and 2.21 it is here).
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -74,6 +76,21 @@ def runtime_handle() -> Any:
     """A capsule with the runtime's `TFE_Context`. dtr/test_dtr_device.py"""
     eager_context.ensure_initialized()
     return context()._handle
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Within, memory that has run out is a `ResourceExhaustedError` on a GPU
+    too, where cuDNN's convolutions end in a `NotFoundError` that quotes it.
+    budget/test_dry_run.py"""
+    try:
+        yield
+    except tf.errors.NotFoundError as error:
+        if "RESOURCE_EXHAUSTED" not in error.message:
+            raise
+        raise tf.errors.ResourceExhaustedError(
+            error.node_def, error.op, error.message
+        ) from None
 
 
 # Graphs that are traced. TensorFlow can add to them in public, and not change

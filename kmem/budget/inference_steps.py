@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from kmem import memory
 from kmem.base import patching
+from kmem.base import private_tf
 from kmem.base.private_keras import all_layers
 from kmem.budget import dry_run
 from kmem.fit import undoing
@@ -221,9 +222,10 @@ class EvaluationStep:
 def attempt(step: Callable[[], Any]) -> tuple[Any, str]:
     """Takes a step; returns what came of it, and why it failed if it did."""
     try:
-        results = step()
-        # Waits for a GPU.
-        keras.tree.map_structure(np.asarray, results)
+        with private_tf.refusals():
+            results = step()
+            # Waits for a GPU.
+            keras.tree.map_structure(np.asarray, results)
     except tf.errors.ResourceExhaustedError as error:
         # Without the error, whose frames hold tensors.
         return None, error.message

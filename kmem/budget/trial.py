@@ -147,7 +147,8 @@ class Trial:
         while size <= most_size:
             measurement = self.measure(size)
             if measurement is None:
-                peak: float = max(line.peak_at(size), most_bytes + 1)
+                drawn = line.peak_at(size) if points else 0
+                peak: float = max(drawn, most_bytes + 1)
                 seconds = 2 * points[-1][2] if points else math.inf
             else:
                 peak = measurement.peak_bytes

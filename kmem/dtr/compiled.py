@@ -222,15 +222,29 @@ class _Function:
     """A part of a graph as an operator."""
 
     def __init__(self, graph: tf.Graph, inputs: list, outputs: list):
+        given = [value.name for value in inputs]
+        made = [v.name for v in outputs if v.name not in given]
+        needed = _between(inputs, outputs)
+        read = {value.name for op in needed for value in op.inputs}
+        # No more than that: on a GPU, TensorFlow runs what nobody reads.
         definition = graph.as_graph_def()
-        whole: Any = tf.compat.v1.wrap_function(
-            lambda: tf.graph_util.import_graph_def(definition, name=""), []
-        )
-        find = whole.graph.as_graph_element
-        self._function = whole.prune(
-            [find(value.name) for value in inputs],
-            [find(value.name) for value in outputs],
-        )
+        names = {op.name for op in needed}
+        nodes = [node for node in definition.node if node.name in names]
+        for node in nodes:
+            sources = [i for i in node.input if i[0] != "^" or i[1:] in names]
+            node.input[:] = sources
+        del definition.node[:]
+        definition.node.extend(nodes)
+
+        def function(*fed):
+            values = dict(zip(given, fed, strict=True))
+            used = {name: v for name, v in values.items() if name in read}
+            results = tf.graph_util.import_graph_def(definition, used, made)
+            values.update(zip(made, results, strict=True))
+            return [values[value.name] for value in outputs]
+
+        specs = [tf.TensorSpec(v.shape, v.dtype) for v in inputs]
+        self._function: Any = tf.compat.v1.wrap_function(function, specs)
         self._types = [value.dtype for value in outputs]
 
     def __call__(self, inputs: list) -> list:
@@ -240,6 +254,20 @@ class _Function:
             f=self._function,
             config_proto=_AS_TRACED,
         )
+
+
+def _between(inputs: list, outputs: list) -> set[tf.Operation]:
+    """The operations that make outputs of inputs."""
+    given, done = {v.ref() for v in inputs}, {v.op for v in inputs}
+    found: set[tf.Operation] = set()
+    left = [value.op for value in outputs if value.ref() not in given]
+    while left:
+        op = left.pop()
+        if op not in found:
+            found.add(op)
+            left += [v.op for v in op.inputs if v.ref() not in given]
+            left += set(op.control_inputs) - done
+    return found
 
 
 def _check(operations: list) -> None:

@@ -20,6 +20,7 @@ from kmem import precision
 from kmem.attention.chunked_attention import ChunkedAttention
 from kmem.attention.chunked_attention import draws_nothing
 from kmem.base import patching
+from kmem.base import private_tf
 from kmem.base.bindings import AUTO
 from kmem.base.patching import Context
 from kmem.dtr.blocks import Blocks
@@ -257,7 +258,7 @@ class Evicting(Mechanism):
         while True:
             heuristic = self._device.heuristic
             try:
-                with self._on(self._device):
+                with private_tf.refusals(), self._on(self._device):
                     return step(data)
             except tf.errors.ResourceExhaustedError as error:
                 message = error.message

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmem.base import private_tf
 from kmem.base.private_keras import all_layers
 from kmem.graph import releasing
 from kmem.sharding.training import stored
@@ -198,7 +199,8 @@ class Undoing(Mechanism):
             if self._model.steps_per_execution == 1:
                 self._changes.before = before
             try:
-                logs = function(iterator)
+                with private_tf.refusals():
+                    logs = function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 # The data ended. Steps that were taken before are done.
                 raise

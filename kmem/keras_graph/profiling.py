@@ -8,6 +8,7 @@ from typing import Literal
 import keras
 import tensorflow as tf
 
+from kmem.base import private_tf
 from kmem.base.private_keras import all_layers
 from kmem.base.sizes import format_size
 from kmem.keras_graph import costs as call_costs
@@ -184,7 +185,8 @@ def measure(
 
 def _cost_of(call: Call, measured: bool, compiled: bool) -> Cost:
     try:
-        return call_costs.cost_of(call, measured, compiled)
+        with private_tf.refusals():
+            return call_costs.cost_of(call, measured, compiled)
     except tf.errors.ResourceExhaustedError as error:
         raise tf.errors.ResourceExhaustedError(
             None,

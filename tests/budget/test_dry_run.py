@@ -14,6 +14,7 @@ from kmem import memory
 from kmem.base import bindings
 from kmem.budget import dry_run
 from kmem.fit.session import Session
+from kmem.sharding.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -46,3 +47,25 @@ def test_where_steps_differ_the_highest_peak_may_be_higher(monkeypatch):
     measurement = _measured(monkeypatch, [2_000_000, 1_900_000, 1_800_000])
 
     assert measurement.peak_bytes == 2_100_000
+
+
+def test_a_convolution_without_room_for_its_workspace_is_out_of_memory():
+    """What cuDNN says of it, as seen on an H200."""
+
+    def step():
+        message = (
+            "No algorithm worked!  Error messages:\n  Profiling failure on "
+            "CUDNN engine eng1{}: RESOURCE_EXHAUSTED: Out of memory while "
+            "trying to allocate 16.00MiB."
+        )
+        raise tf.errors.NotFoundError(None, None, message)
+
+    assert dry_run.measured(step, Engine()) is None
+
+
+def test_an_error_that_is_not_of_memory_stays_what_it_is():
+    def step():
+        raise tf.errors.NotFoundError(None, None, "No such file")
+
+    with pytest.raises(tf.errors.NotFoundError, match="No such file"):
+        dry_run.measured(step, Engine())

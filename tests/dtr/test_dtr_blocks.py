@@ -191,6 +191,26 @@ def test_a_layer_of_the_users_own_is_compiled_if_its_class_is_named(compiled):
     assert [name.split("_")[0] for name, _ in compiled] == ["gated", "takes"]
 
 
+def test_a_gradient_holds_nothing_that_it_does_not_need(monkeypatch):
+    """On a GPU, TensorFlow may run what nobody reads."""
+    holds, run = [], tf.raw_ops.PartitionedCall
+
+    def spy(**arguments):
+        graph = arguments["f"].graph
+        holds.append([op.type for op in graph.get_operations()])
+        return run(**arguments)
+
+    monkeypatch.setattr(tf.raw_ops, "PartitionedCall", spy)
+    model = keras.Sequential([keras.Input((8,)), layers.Dropout(0.5)])
+
+    gradients(model, tf.constant(rows(4, 8)), Blocks(model, "layers").compiled)
+
+    forward, backward = holds[:2]
+    assert any("Random" in kind for kind in forward)
+    assert not any("Random" in kind for kind in backward)
+    assert backward.count("Placeholder") == 2
+
+
 def test_what_a_layer_has_is_a_part_of_what_it_is_compiled_for(compiled):
     model = gated()
     layer = model.layers[1]
