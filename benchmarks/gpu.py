@@ -188,40 +188,39 @@ def tests(device):
 
 
 def rows(device, jobs, until):
-    """All lines of the table, each as soon as those before it are there."""
+    """All lines of the table, those of a model in a mode together."""
+    programs = list(itertools.product(MODELS, MODES))
     with (
         tempfile.NamedTemporaryFile() as lock,
-        futures.ThreadPoolExecutor(jobs) as pool,
+        futures.ThreadPoolExecutor(jobs) as processes,
+        futures.ThreadPoolExecutor(len(programs)) as threads,
     ):
 
-        def trained(name, mode, option, budget=0):
-            arguments = (name, mode, option, budget, device, lock.name)
-            return result_of(arguments, until)
+        def trained(*case):
+            arguments = (*case, device, lock.name)
+            return processes.submit(result_of, arguments, until)
 
-        programs = list(itertools.product(MODELS, MODES))
-        plain = dict(
-            zip(
-                programs,
-                pool.map(lambda program: trained(*program, "plain"), programs),
-                strict=True,
-            )
-        )
-        others = []
-        for (name, mode), option in itertools.product(programs, OPTIONS):
-            if (
-                mode in ONLY_IN.get(option, MODES)
-                and "peak" in plain[name, mode]
-            ):
-                share = SHARES.get(option.removesuffix(IN_A_POOL), 0)
-                budget = int(share * plain[name, mode]["peak"])
-                others.append((name, mode, option, budget))
-        for name, mode in programs:
-            result = plain[name, mode]
-            yield row(name, mode, "plain", 0, result, result)
-        for other, result in zip(
-            others, pool.map(lambda other: trained(*other), others), strict=True
-        ):
-            yield row(*other, result, plain[other[:2]])
+        def of_program(program):
+            plain = trained(*program, "plain", 0).result()
+            cases = [
+                (*program, option, budget_of(option, plain))
+                for option in OPTIONS
+                if program[1] in ONLY_IN.get(option, MODES) and "peak" in plain
+            ]
+            running = [trained(*case) for case in cases]
+            lines = [row(*program, "plain", 0, plain, plain)]
+            for case, result in zip(cases, running, strict=True):
+                lines.append(row(*case, result.result(), plain))
+            return lines
+
+        for lines in threads.map(of_program, programs):
+            yield from lines
+
+
+def budget_of(option, plain):
+    """In bytes; 0 of an option that has none."""
+    share = SHARES.get(option.removesuffix(IN_A_POOL), 0)
+    return int(share * plain["peak"])
 
 
 def main():

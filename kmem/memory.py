@@ -12,8 +12,7 @@ A request counts for its bytes rounded up to a multiple of 64. All logical CPU
 devices share one allocator, so "CPU:0" and "CPU:1" give the same numbers.
 
 What is not counted: memory that is not TensorFlow's, such as NumPy arrays,
-among them those that a tensor merely points to, and the Python objects. None
-of this has run on a GPU yet.
+among them those that a tensor merely points to, and the Python objects.
 """
 
 import contextlib
@@ -192,9 +191,9 @@ def current(device: str | None = None) -> int:
     import kmem
     import tensorflow as tf
 
-    before = kmem.memory.current("CPU")
-    x = tf.zeros((1000, 1000)) + 1.0
-    kmem.memory.current("CPU") - before  # 4000000
+    before = kmem.memory.current()
+    x = tf.zeros((1000, 1000))
+    kmem.memory.current() - before  # 4000000
     ```
     """
     return native.stats(_number(device)).in_use
@@ -294,7 +293,8 @@ def track(device: str | None = None) -> Iterator[Usage]:
     import tensorflow as tf
 
     with kmem.memory.track() as usage:
-        tf.zeros((1000, 1000)) + 1.0
+        x = tf.zeros((1000, 1000))
+        x = x + x
     usage.peak_bytes - usage.start_bytes  # 8000000
     ```
     """

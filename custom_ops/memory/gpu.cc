@@ -1,5 +1,5 @@
-// Never run with a GPU yet. What runs on the CPU is the same allocator around
-// another one, and that TensorFlow takes this class: tests/test_memory.py.
+// Tests: tests/gpu, and on a CPU that TensorFlow takes this class,
+// tests/test_memory.py.
 
 #include "gpu.h"
 

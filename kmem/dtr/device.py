@@ -4,7 +4,7 @@ TensorFlow hands every eager operator that is placed on it to
 custom_ops/dtr/tf_device.cc, which runs it on the CPU and remembers how to run
 it again. kmem's allocator asks there for memory when a request would exceed
 the threshold, so that the threshold is a limit on the peak and not a hint.
-With a GPU the operators run there, which has not been measured yet.
+With a GPU the operators run there.
 
 What it does not do: run operators inside of graphs. A `tf.function` is one
 operator here, and tensors that it makes and drops are its own.

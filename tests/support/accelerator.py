@@ -14,6 +14,8 @@ import tensorflow as tf
 
 import kmem
 
+# Three decimal digits, and which convolutions have them is TensorFlow's choice.
+tf.config.experimental.enable_tensor_float_32_execution(False)
 DEVICE = os.environ.get("KMEM_TEST_DEVICE", "GPU")
 ON_GPU = DEVICE.startswith("GPU")
 MODES = {
