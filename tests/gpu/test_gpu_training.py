@@ -45,6 +45,24 @@ def test_recomputation_changes_no_bit(mode, options, plain):
     assert accelerator.relative_difference(weights, plain(mode, True)[0]) == 0
 
 
+@pytest.fixture
+def one_layout():
+    """TensorFlow does not choose between NHWC and NCHW for each graph."""
+    options = tf.config.optimizer.get_experimental_options()
+    tf.config.optimizer.set_experimental_options({"layout_optimizer": False})
+    yield
+    options.setdefault("layout_optimizer", True)
+    tf.config.optimizer.set_experimental_options(options)
+
+
+@pytest.mark.parametrize("options", EXACT, ids=str)
+def test_recomputation_changes_no_bit_in_one_layout(options, one_layout):
+    weights, _ = trained("graph", normalizes=True, **options)
+
+    plain, _ = trained("graph", normalizes=True)
+    assert accelerator.relative_difference(weights, plain) == 0
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", SUMS, ids=str)
 def test_micro_batches_change_the_order_of_sums_only(mode, options, plain):
