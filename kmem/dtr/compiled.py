@@ -108,10 +108,13 @@ class CompiledCall:
         ]
         outputs = _distinct([*results, *changed, *kept], but=inputs)
         needed = ordering.needed(graph, [t.op for t in outputs + fetches])
-        _in_order(op for op in needed if op in made)
-        _in_order(op for op in needed if op not in made)
-        self._forward = _Function(graph, inputs, outputs)
-        self._backward = _Function(graph, kept + given, fetches)
+        forward = [op for op in needed if op in made]
+        backward = [op for op in needed if op not in made]
+        _in_order(forward)
+        _in_order(backward)
+        backward += [op for op in forward if op.type == "Const"]
+        self._forward = _Function(graph, forward, inputs, outputs)
+        self._backward = _Function(graph, backward, kept + given, fetches)
 
         # A call's values are its inputs, followed by its outputs.
         places = {
@@ -221,14 +224,15 @@ class _Variables(state.FirstRun):
 class _Function:
     """A part of a graph as an operator."""
 
-    def __init__(self, graph: tf.Graph, inputs: list, outputs: list):
+    def __init__(
+        self, graph: tf.Graph, operations: list, inputs: list, outputs: list
+    ):
         given = [value.name for value in inputs]
         made = [v.name for v in outputs if v.name not in given]
-        needed = _between(inputs, outputs)
-        read = {value.name for op in needed for value in op.inputs}
+        read = {value.name for op in operations for value in op.inputs}
         # No more than that: on a GPU, TensorFlow runs what nobody reads.
+        names = {op.name for op in operations} - {v.op.name for v in inputs}
         definition = graph.as_graph_def()
-        names = {op.name for op in needed}
         nodes = [node for node in definition.node if node.name in names]
         for node in nodes:
             sources = [i for i in node.input if i[0] != "^" or i[1:] in names]
@@ -254,20 +258,6 @@ class _Function:
             f=self._function,
             config_proto=_AS_TRACED,
         )
-
-
-def _between(inputs: list, outputs: list) -> set[tf.Operation]:
-    """The operations that make outputs of inputs."""
-    given, done = {v.ref() for v in inputs}, {v.op for v in inputs}
-    found: set[tf.Operation] = set()
-    left = [value.op for value in outputs if value.ref() not in given]
-    while left:
-        op = left.pop()
-        if op not in found:
-            found.add(op)
-            left += [v.op for v in op.inputs if v.ref() not in given]
-            left += set(op.control_inputs) - done
-    return found
 
 
 def _check(operations: list) -> None:

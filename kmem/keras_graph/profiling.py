@@ -172,7 +172,11 @@ def measure(
     )
     for call in recording.calls:
         if call.operation is None:
-            costs.append(_cost_between(call))
+            # What a subclassed model does between layers is not run.
+            floats = tuple(i for i, v in enumerate(call.reads) if v is not None)
+            costs.append(
+                Cost(gradients=floats, residual_bytes=call.residual_bytes)
+            )
         else:
             key = signature(call)
             if key not in cost_by_signature:
@@ -280,12 +284,6 @@ def _passed(call: Call, cost: Cost, gradients: list[int]) -> tuple[int, ...]:
         return ()
     passed = [call.reads[i] for i in gradients if i in cost.passed]
     return distinct(v for v in passed if call.reads.count(v) == 1)
-
-
-def _cost_between(call: Call) -> Cost:
-    """What a subclassed model does between layers: no layer, so not run."""
-    floats = tuple(i for i, value in enumerate(call.reads) if value is not None)
-    return Cost(gradients=floats, residual_bytes=call.residual_bytes)
 
 
 def signature(call: Call) -> str:
