@@ -118,6 +118,9 @@ def run(args: argparse.Namespace) -> int:
     checks.require("it", "demo", "sklearn", "matplotlib")
     # Before the first TensorFlow operation, and compiled first if need be.
     native.allocator()
+    import tensorflow as tf
+
+    tf.config.set_visible_devices([], "GPU")
     data = _digits()
     print(
         f"A ConvNet on {NUM_EXAMPLES} handwritten digits in batches of "
