@@ -102,120 +102,117 @@ class ChunkedAttention(Mechanism):
                 stacklevel=1,
             )
 
-    def _masking(self, layer, compute: Callable):
+    def _masking(
+        self,
+        layer,
+        compute: Callable,
+        query,
+        value,
+        query_mask=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        use_causal_mask=False,
+    ):
         """Stands for what multiplies masks out."""
 
-        def run(
-            query,
-            value,
-            query_mask=None,
-            value_mask=None,
-            key_mask=None,
-            attention_mask=None,
-            use_causal_mask=False,
-        ):
-            def whole():
-                return compute(
-                    *(query, value, query_mask, value_mask, key_mask),
-                    *(attention_mask, use_causal_mask),
-                )
-
-            if private_keras.sliding_window(layer) is not None:
-                return whole()
-            given = (
-                (query_mask, (slice(None), slice(None), None)),
-                (value_mask, (slice(None), None)),
-                (key_mask, (slice(None), None)),
-                (attention_mask, (slice(None),)),
+        def whole():
+            return compute(
+                *(query, value, query_mask, value_mask, key_mask),
+                *(attention_mask, use_causal_mask),
             )
-            parts = tuple(
-                tf.cast(mask, tf.bool)[axes]
-                for mask, axes in given
-                if mask is not None
-            )
-            if not parts and not use_causal_mask:
-                return None
-            return _Mask(parts, use_causal_mask, whole)
 
-        return run
+        if private_keras.sliding_window(layer) is not None:
+            return whole()
+        given = (
+            (query_mask, (slice(None), slice(None), None)),
+            (value_mask, (slice(None), None)),
+            (key_mask, (slice(None), None)),
+            (attention_mask, (slice(None),)),
+        )
+        parts = tuple(
+            tf.cast(mask, tf.bool)[axes]
+            for mask, axes in given
+            if mask is not None
+        )
+        if not parts and not use_causal_mask:
+            return None
+        return _Mask(parts, use_causal_mask, whole)
 
-    def _computing(self, layer, compute: Callable):
+    def _computing(
+        self,
+        layer,
+        compute: Callable,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        training=None,
+        return_attention_scores=False,
+        use_causal_mask=False,
+    ):
         """Stands for the attention of a layer."""
-
-        def run(
-            query,
-            key,
-            value,
-            attention_mask=None,
-            training=None,
-            return_attention_scores=False,
-            use_causal_mask=False,
-        ):
-            mask, causal = attention_mask, use_causal_mask
-            asked = return_attention_scores or private_keras.gives_scores(layer)
-            if asked or len(query.shape) != 4:
-                if isinstance(mask, _Mask):
-                    mask = mask.whole()
-                extra = {"use_causal_mask": True} if causal else {}
-                if isinstance(layer, keras.layers.MultiHeadAttention):
-                    extra["return_attention_scores"] = return_attention_scores
-                return compute(query, key, value, mask, training, **extra)
+        mask, causal = attention_mask, use_causal_mask
+        asked = return_attention_scores or private_keras.gives_scores(layer)
+        if asked or len(query.shape) != 4:
             if isinstance(mask, _Mask):
-                causal = causal or mask.causal
-                parts = mask.parts
-            else:
-                parts = () if mask is None else (tf.cast(mask, tf.bool),)
-            self._num_calls += 1
-            scores = blocks.Scores(
-                scale=private_keras.attention_scale(layer),
-                masks=tuple(map(_of_rank_4, parts)),
-                causal=causal,
+                mask = mask.whole()
+            extra = {"use_causal_mask": True} if causal else {}
+            if isinstance(layer, keras.layers.MultiHeadAttention):
+                extra["return_attention_scores"] = return_attention_scores
+            return compute(query, key, value, mask, training, **extra)
+        if isinstance(mask, _Mask):
+            causal = causal or mask.causal
+            parts = mask.parts
+        else:
+            parts = () if mask is None else (tf.cast(mask, tf.bool),)
+        self._num_calls += 1
+        scores = blocks.Scores(
+            scale=private_keras.attention_scale(layer),
+            masks=tuple(map(_of_rank_4, parts)),
+            causal=causal,
+        )
+        dropout = private_keras.attention_dropout(layer)
+        if training and dropout.rate > 0:
+            scores = dataclasses.replace(
+                scores,
+                rate=dropout.rate,
+                seed=tf.cast(dropout.seed_generator.next(), tf.int32),
             )
-            dropout = private_keras.attention_dropout(layer)
-            if training and dropout.rate > 0:
-                scores = dataclasses.replace(
-                    scores,
-                    rate=dropout.rate,
-                    seed=tf.cast(dropout.seed_generator.next(), tf.int32),
-                )
-            return blocks.attention(query, key, value, scores), None
+        return blocks.attention(query, key, value, scores), None
 
-        return run
-
-    def _calling(self, compute: Callable):
+    def _calling(
+        self,
+        compute: Callable,
+        query,
+        key,
+        value,
+        bias=None,
+        mask=None,
+        scale=None,
+        is_causal=False,
+        flash_attention=None,
+        attn_logits_soft_cap=None,
+    ):
         """Stands for Keras's function of attention."""
-
-        def run(
-            query,
-            key,
-            value,
-            bias=None,
-            mask=None,
-            scale=None,
-            is_causal=False,
-            flash_attention=None,
-            attn_logits_soft_cap=None,
-        ):
-            tensors: list[Any] = [
-                tf.convert_to_tensor(x) for x in (query, key, value)
-            ]
-            others = bias is not None, flash_attention, attn_logits_soft_cap
-            if any(others) or len(query.shape) != 4:
-                return compute(
-                    *(*tensors, bias, mask, scale, is_causal),
-                    *(flash_attention, attn_logits_soft_cap),
-                )
-            self._num_calls += 1
-            dtype = keras.backend.result_type(*(x.dtype for x in tensors))
-            tensors = [tf.cast(each, dtype) for each in tensors]
-            if scale is None:
-                scale = tensors[1].shape[-1] ** -0.5
-            masks = () if mask is None else (tf.cast(mask, tf.bool),)
-            masks = tuple(map(_of_rank_4, masks))
-            scores = blocks.Scores(scale, masks, bool(is_causal))
-            return blocks.attention(*tensors, scores=scores)
-
-        return run
+        tensors: list[Any] = [
+            tf.convert_to_tensor(x) for x in (query, key, value)
+        ]
+        others = bias is not None, flash_attention, attn_logits_soft_cap
+        if any(others) or len(query.shape) != 4:
+            return compute(
+                *(*tensors, bias, mask, scale, is_causal),
+                *(flash_attention, attn_logits_soft_cap),
+            )
+        self._num_calls += 1
+        dtype = keras.backend.result_type(*(x.dtype for x in tensors))
+        tensors = [tf.cast(each, dtype) for each in tensors]
+        if scale is None:
+            scale = tensors[1].shape[-1] ** -0.5
+        masks = () if mask is None else (tf.cast(mask, tf.bool),)
+        masks = tuple(map(_of_rank_4, masks))
+        scores = blocks.Scores(scale, masks, bool(is_causal))
+        return blocks.attention(*tensors, scores=scores)
 
 
 def _is_keras_own(layer) -> bool:

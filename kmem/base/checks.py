@@ -30,35 +30,27 @@ def is_real(value, least: float = -math.inf, most: float = math.inf) -> bool:
 
 def positive_int(value, name: str) -> int:
     # TensorFlow counts in 32 bits in places.
-    if not (is_integer(value) and 0 < value < 2**31):
-        raise ValueError(
-            f"`{name}` must be a positive integer, below 2**31. "
-            f"Received: {name}={value!r}"
-        )
+    is_right = is_integer(value) and 0 < value < 2**31
+    _check(is_right, value, name, "a positive integer, below 2**31")
     return int(value)
 
 
 def non_negative_int(value, name: str) -> None:
-    if not (is_integer(value) and value >= 0):
-        raise ValueError(
-            f"`{name}` must be a non-negative integer. "
-            f"Received: {name}={value!r}"
-        )
+    is_right = is_integer(value) and value >= 0
+    _check(is_right, value, name, "a non-negative integer")
 
 
 def positive(value, name: str) -> None:
-    if not (is_real(value) and value > 0):
-        raise ValueError(
-            f"`{name}` must be a positive number. Received: {name}={value!r}"
-        )
+    _check(is_real(value) and value > 0, value, name, "a positive number")
+
+
+def non_negative(value, name: str) -> None:
+    _check(is_real(value, 0.0), value, name, "a non-negative number")
 
 
 def one_of(value, name: str, choices: tuple) -> None:
-    if value not in choices:
-        listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(
-            f"`{name}` must be one of {listed}. Received: {name}={value!r}"
-        )
+    listed = ", ".join(repr(choice) for choice in choices)
+    _check(value in choices, value, name, f"one of {listed}")
 
 
 def classes(value, name: str) -> tuple[type, ...]:
@@ -69,6 +61,11 @@ def classes(value, name: str) -> tuple[type, ...]:
             f"layers, as in (Residual,). Received: {name}={value!r}"
         )
     return tuple(value)
+
+
+def _check(is_right: bool, value, name: str, kind: str) -> None:
+    if not is_right:
+        raise ValueError(f"`{name}` must be {kind}. Received: {name}={value!r}")
 
 
 def budget(value, name: str) -> int | float:

@@ -65,15 +65,15 @@ def attribute(instance, name: str, value) -> Iterator[None]:
 
 @contextlib.contextmanager
 def method(
-    instance, name: str, replacement: Callable[[Callable], Callable]
+    instance, name: str, replacement: Callable[..., Any]
 ) -> Iterator[None]:
     """Replaces a method for a while, for this thread only.
 
     Other threads call what the object had, or their own replacement.
 
     Args:
-        replacement: Gets what this thread called so far, and gives what it
-            calls within.
+        replacement: What this thread calls within. Its first argument is what
+            it called so far, the others are those of the call.
     """
     key = id(instance), name
     thread = threading.get_ident()
@@ -153,19 +153,15 @@ def in_place_of_keras(model, name, own, replacement, args, kwargs):
         return replacement(own, args, kwargs)
     was_called = False
 
-    def replaced(keras_method):
-        @functools.wraps(keras_method)
-        def call(self, *args, **kwargs):
-            nonlocal was_called
-            bound = functools.partial(keras_method, self)
-            if self is not model:
-                return bound(*args, **kwargs)
-            was_called = True
-            return replacement(bound, args, kwargs)
+    def call(keras_method, self, /, *args, **kwargs):
+        nonlocal was_called
+        bound = functools.partial(keras_method, self)
+        if self is not model:
+            return bound(*args, **kwargs)
+        was_called = True
+        return replacement(bound, args, kwargs)
 
-        return call
-
-    with method(keras.Model, name, replaced):
+    with method(keras.Model, name, call):
         result = own(*args, **kwargs)
     if not was_called:
         warnings.warn(
@@ -219,9 +215,11 @@ class _Method:
 
         self.call = call
 
-    def enter(self, thread: int, replacement) -> None:
-        replaced = replacement(self._current(thread))
-        self._calls.setdefault(thread, []).append(replaced)
+    def enter(self, thread: int, replacement: Callable) -> None:
+        before = self._current(thread)
+        call = functools.partial(replacement, before)
+        functools.update_wrapper(call, before)
+        self._calls.setdefault(thread, []).append(call)
 
     def leave(self, thread: int) -> bool:
         """Takes the thread's latest replacement off; whether any is left."""

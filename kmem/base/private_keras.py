@@ -137,23 +137,20 @@ def outputs_in_host_memory() -> patching.Context:
     def are_arrays(arrays: Any) -> bool:
         return all(isinstance(array, np.ndarray) for array in arrays)
 
-    def joining(keras_join):
-        def join(arrays):
-            shapes = {np.shape(a)[1:] for a in arrays if are_arrays(arrays)}
-            if len(shapes) != 1:
-                return keras_join(arrays)
-            is_scalar = np.ndim(arrays[0]) == 0
-            return (np.stack if is_scalar else np.concatenate)(arrays)
+    def joined(keras_join, arrays):
+        shapes = {np.shape(a)[1:] for a in arrays if are_arrays(arrays)}
+        if len(shapes) != 1:
+            return keras_join(arrays)
+        is_scalar = np.ndim(arrays[0]) == 0
+        return (np.stack if is_scalar else np.concatenate)(arrays)
 
-        return join
-
-    def converting(keras_convert):
-        return lambda x: x if are_arrays([x]) else keras_convert(x)
+    def converted(keras_convert, x):
+        return x if are_arrays([x]) else keras_convert(x)
 
     join, convert = "potentially_ragged_concat", "convert_to_np_if_not_ragged"
     changes = (
-        patching.method(trainer, join, joining),
-        patching.method(trainer, convert, converting),
+        patching.method(trainer, join, joined),
+        patching.method(trainer, convert, converted),
     )
     return patching.together(changes)
 

@@ -49,7 +49,8 @@ def freed_on_failure() -> Context:
 @functools.cache
 def _register() -> None:
     """Once and for all: it must not happen while a backward pass runs."""
-    private_tf.register_gradients(_gradient, _sum, _zeros)
+    zeros = functools.partial(_unless_failed, None, private_tf.zero_gradients)
+    private_tf.register_gradients(_gradient, _sum, zeros)
 
 
 def _run_pass(*args, **kwargs):
@@ -91,10 +92,6 @@ def _record_operation(
 
 def _sum(gradients):
     return _unless_failed(gradients[0], private_tf.sum_of_gradients, gradients)
-
-
-def _zeros(*args):
-    return _unless_failed(None, private_tf.zero_gradients, *args)
 
 
 def _unless_failed(nothing: Any, call: Callable, *args) -> Any:

@@ -134,12 +134,12 @@ class _Planned(opening.Visitor):
         with self._hidden(None):
             run.parts(values, 0, len(line.parts), segments)
 
-    def run_tree(self, model, call: Callable, args, kwargs):
+    def run_tree(self, model, call: Callable, /, *args, **kwargs):
         plan = self._take_plan(model)
         with self._hidden(_Tree(*plan) if plan else None):
             return call(*args, **kwargs)
 
-    def run_child(self, layer, call: Callable, args, kwargs):
+    def run_child(self, layer, call: Callable, /, *args, **kwargs):
         tree = self._state.trees[-1] if self._state.trees else None
         if tree is None:
             return call(*args, **kwargs)

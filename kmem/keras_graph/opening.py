@@ -76,11 +76,11 @@ class Visitor:
         for part in line.parts:
             run_part(part, values, bind(part.operation))
 
-    def run_tree(self, model: keras.Model, call: Callable, args, kwargs):
+    def run_tree(self, model, call: Callable, /, *args, **kwargs):
         """Runs a subclassed model's `call`."""
         return call(*args, **kwargs)
 
-    def run_child(self, layer, call: Callable, args, kwargs):
+    def run_child(self, layer, call: Callable, /, *args, **kwargs):
         """Runs the `call` of a layer that a subclassed model calls."""
         return call(*args, **kwargs)
 
@@ -108,36 +108,40 @@ def opened(model: keras.Model, visitor: Visitor) -> patching.Context:
         for each in models:
             functional = private_keras.functional_of(each)
             if functional is not None:
-                run = functools.partial(_line_runner, each, functional, visitor)
+                run = functools.partial(
+                    _run_line, each, functional, _read_line(functional), visitor
+                )
                 name = private_keras.RUN_THROUGH_GRAPH
                 yield patching.method(functional, name, run)
                 continue
-            tree = _visited(visitor.run_tree, each)
+            tree = functools.partial(visitor.run_tree, each)
             yield patching.method(each, "call", tree)
             inside |= {id(layer): layer for layer in children(each)}
         for layer in inside.values():
-            child = _visited(visitor.run_child, layer)
+            child = functools.partial(visitor.run_child, layer)
             yield patching.method(layer, patching.call_of(layer), child)
 
     return patching.together(changes())
 
 
-def _line_runner(model, functional, visitor: Visitor, plain: Callable):
-    line = _read_line(functional)
-
-    def run(inputs, operation_fn=lambda operation: operation, call_fn=None):
-        flat = keras.tree.flatten(inputs)
-        if call_fn is not None or any(
-            keras.utils.is_keras_tensor(x) for x in flat
-        ):
-            return plain(inputs, operation_fn=operation_fn, call_fn=call_fn)
-        keys = [id(x) for x in functional.inputs]
-        values = dict(zip(keys, flat, strict=True))
-        visitor.run_line(model, line, values, operation_fn)
-        outputs = [values[key] for key in line.outputs]
-        return keras.tree.pack_sequence_as(functional.output, outputs)
-
-    return run
+def _run_line(
+    model,
+    functional,
+    line: Line,
+    visitor: Visitor,
+    plain: Callable,
+    inputs,
+    operation_fn=lambda operation: operation,
+    call_fn=None,
+):
+    flat = keras.tree.flatten(inputs)
+    if call_fn is not None or any(keras.utils.is_keras_tensor(x) for x in flat):
+        return plain(inputs, operation_fn=operation_fn, call_fn=call_fn)
+    keys = [id(x) for x in functional.inputs]
+    values = dict(zip(keys, flat, strict=True))
+    visitor.run_line(model, line, values, operation_fn)
+    outputs = [values[key] for key in line.outputs]
+    return keras.tree.pack_sequence_as(functional.output, outputs)
 
 
 def _read_line(functional) -> Line:
@@ -151,12 +155,3 @@ def _read_line(functional) -> Line:
         for node in private_keras.nodes_of(functional)
     )
     return Line(parts, tuple(id(x) for x in functional.outputs))
-
-
-def _visited(visit: Callable, layer) -> Callable[[Callable], Callable]:
-    """Has a visitor run a layer's `call`."""
-
-    def visited(call):
-        return lambda *args, **kwargs: visit(layer, call, args, kwargs)
-
-    return visited

@@ -235,7 +235,7 @@ class _Recorder(opening.Visitor):
                 with self._span(frame):
                     opening.run_part(part, values, function)
 
-    def run_tree(self, model, call: Callable, args, kwargs):
+    def run_tree(self, model, call: Callable, /, *args, **kwargs):
         if self._frames and self._frames[-1] is None:
             return call(*args, **kwargs)
         with self._frame(is_line=False):
@@ -243,7 +243,7 @@ class _Recorder(opening.Visitor):
         self._record_between(model.name, _tensors(outputs))
         return outputs
 
-    def run_child(self, layer, call: Callable, args, kwargs):
+    def run_child(self, layer, call: Callable, /, *args, **kwargs):
         frame = self._frames[-1] if self._frames else None
         if frame is None or frame.is_line:
             return call(*args, **kwargs)

@@ -150,60 +150,54 @@ class ChunkedLoss(Mechanism):
         if metrics is not None:
             yield patching.method(metrics, "update_state", self._updating)
 
-    def _hiding(self, call: Callable):
-        @functools.wraps(call)
-        def run(*args, **kwargs):
-            predictions = functools.partial(Predictions, self._head)
-            return _map(predictions, call(*args, **kwargs))
+    def _hiding(self, call: Callable, /, *args, **kwargs):
+        predictions = functools.partial(Predictions, self._head)
+        return _map(predictions, call(*args, **kwargs))
 
-        return run
-
-    def _loss(self, training: bool, call: Callable):
+    def _loss(
+        self, training: bool, call: Callable, y_true, y_pred, sample_weight=None
+    ):
         """Stands for the `call` of what computes the compiled loss."""
-
-        def run(y_true, y_pred, sample_weight=None):
-            predictions = _only(y_pred)
-            model, head = self._model, self._head
-            compiled = private_keras.compiled_loss(model)
-            spec = _map(_spec, y_pred)
-            if not compiled.built:
-                compiled.build(y_true, spec)
-            (loss,) = private_keras.losses_of(compiled)
-            form = _form(head, loss)
-            reduce = _Reduction(call, loss, y_true, y_pred, sample_weight)
-            coefficients = chunks.coefficients_of(
-                reduce, predictions.hidden, form.loss_dtype
+        predictions = _only(y_pred)
+        model, head = self._model, self._head
+        compiled = private_keras.compiled_loss(model)
+        spec = _map(_spec, y_pred)
+        if not compiled.built:
+            compiled.build(y_true, spec)
+        (loss,) = private_keras.losses_of(compiled)
+        form = _form(head, loss)
+        reduce = _Reduction(call, loss, y_true, y_pred, sample_weight)
+        coefficients = chunks.coefficients_of(
+            reduce, predictions.hidden, form.loss_dtype
+        )
+        if coefficients.shape.rank != predictions.shape.rank - 1:
+            raise ValueError(
+                "`chunked_loss` needs a label for each token. Received: "
+                f"labels of shape {reduce.labels.shape} for logits of "
+                f"shape {predictions.shape}"
             )
-            if coefficients.shape.rank != predictions.shape.rank - 1:
-                raise ValueError(
-                    "`chunked_loss` needs a label for each token. Received: "
-                    f"labels of shape {reduce.labels.shape} for logits of "
-                    f"shape {predictions.shape}"
-                )
-            hidden, labels = predictions.hidden, reduce.labels
-            # A weight that is in shards is whole from now on.
-            with tf.control_dependencies([hidden]):
-                weights, multiply = head.weights()
-            flat = chunks.Tokens(
-                tf.reshape(hidden, [-1, hidden.shape[-1]]),
-                tf.reshape(
-                    labels, [-1, head.num_classes] if reduce.is_dense else [-1]
-                ),
-                tf.reshape(coefficients, [-1]),
-            )
-            metrics = self._metrics(y_true, spec)
-            total, found = chunks.weighted_sum(
-                *(flat, weights, dataclasses.replace(form, multiply=multiply)),
-                metrics=[_of_tokens(head, each) for each in metrics],
-                differentiate=training,
-            )
-            predictions.computed = {
-                id(metric): tf.reshape(each, tf.shape(hidden)[:-1])
-                for metric, each in zip(metrics, found, strict=True)
-            }
-            return total
-
-        return run
+        hidden, labels = predictions.hidden, reduce.labels
+        # A weight that is in shards is whole from now on.
+        with tf.control_dependencies([hidden]):
+            weights, multiply = head.weights()
+        flat = chunks.Tokens(
+            tf.reshape(hidden, [-1, hidden.shape[-1]]),
+            tf.reshape(
+                labels, [-1, head.num_classes] if reduce.is_dense else [-1]
+            ),
+            tf.reshape(coefficients, [-1]),
+        )
+        metrics = self._metrics(y_true, spec)
+        total, found = chunks.weighted_sum(
+            *(flat, weights, dataclasses.replace(form, multiply=multiply)),
+            metrics=[_of_tokens(head, each) for each in metrics],
+            differentiate=training,
+        )
+        predictions.computed = {
+            id(metric): tf.reshape(each, tf.shape(hidden)[:-1])
+            for metric, each in zip(metrics, found, strict=True)
+        }
+        return total
 
     def _metrics(self, y_true, spec) -> list:
         """The metrics of `compile`, made if they are not yet."""
@@ -216,25 +210,21 @@ class ChunkedLoss(Mechanism):
             _check_metric(metric)
         return compiled.metrics
 
-    def _updating(self, update: Callable):
+    def _updating(self, update: Callable, y_true, y_pred, sample_weight=None):
         """Stands for what updates the metrics of `compile`."""
-
-        def run(y_true, y_pred, sample_weight=None):
-            predictions = _only(y_pred)
-            if predictions.computed is None:
-                raise ValueError(
-                    "Under `chunked_loss` a step must call `compute_loss` "
-                    "before `compute_metrics`, with the same predictions. "
-                    "Received: predictions without a loss"
-                )
-            metrics = private_keras.compiled_metrics(self._model).metrics
-            found = predictions.computed
-            with patching.together(
-                _giving(metric, found[id(metric)]) for metric in metrics
-            ):
-                update(y_true, _map(_hidden, y_pred), sample_weight)
-
-        return run
+        predictions = _only(y_pred)
+        if predictions.computed is None:
+            raise ValueError(
+                "Under `chunked_loss` a step must call `compute_loss` "
+                "before `compute_metrics`, with the same predictions. "
+                "Received: predictions without a loss"
+            )
+        metrics = private_keras.compiled_metrics(self._model).metrics
+        found = predictions.computed
+        with patching.together(
+            _giving(metric, found[id(metric)]) for metric in metrics
+        ):
+            update(y_true, _map(_hidden, y_pred), sample_weight)
 
 
 class _Reduction:
@@ -255,13 +245,10 @@ class _Reduction:
         self.labels: Any = None
 
     def __call__(self, losses):
-        def replaced(_):
-            def call(y_true, y_pred):
-                return self._of_tokens(y_true, losses)
+        def call(_, y_true, y_pred):
+            return self._of_tokens(y_true, losses)
 
-            return call
-
-        with patching.method(self._loss, "call", replaced):
+        with patching.method(self._loss, "call", call):
             return self._call(*self._arguments)
 
     def _of_tokens(self, labels, losses):
@@ -300,7 +287,7 @@ def _giving(metric, values) -> patching.Context:
             metric, private_keras.METRIC_FUNCTION, lambda *_, **__: values
         )
     loss = getattr(metric, private_keras.PERPLEXITY_LOSS)
-    return patching.method(loss, "call", lambda _: lambda *_: values)
+    return patching.method(loss, "call", lambda *_: values)
 
 
 def _form(head: heads.Head, loss) -> chunks.Form:

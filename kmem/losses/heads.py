@@ -120,16 +120,13 @@ class Head:
         """Within, the model gives hidden states in the place of logits."""
 
         # Another tensor, which has another mask.
-        def pass_on(call):
-            return lambda inputs, *args, **kwargs: tf.identity(inputs)
+        def pass_on(call, /, inputs, *args, **kwargs):
+            return tf.identity(inputs)
 
-        def pass_if_reversed(call):
-            def run(inputs, reverse=False, **kwargs):
-                if reverse:
-                    return tf.identity(inputs)
-                return call(inputs, **kwargs)
-
-            return run
+        def pass_if_reversed(call, /, inputs, reverse=False, **kwargs):
+            if reverse:
+                return tf.identity(inputs)
+            return call(inputs, **kwargs)
 
         change = pass_if_reversed if self.is_reversed else pass_on
         own = patching.method(self.layer, call_of(self.layer), change)

@@ -66,14 +66,10 @@ def _scalar(value: Any, key: str, name: str) -> tf.Tensor:
 def giving_32_bits(models: list) -> patching.Context:
     """Lets models that compute in 16 bits give float32, which a loss mixes."""
 
-    def casting(model, call):
-        @functools.wraps(call)
-        def cast(*args, **kwargs):
-            return keras.tree.map_structure(_in_32_bits, call(*args, **kwargs))
+    def cast(model, call, /, *args, **kwargs):
+        return keras.tree.map_structure(_in_32_bits, call(*args, **kwargs))
 
-        return cast
-
-    return _calls_replaced(models, casting)
+    return _calls_replaced(models, cast)
 
 
 def penalties(variables: list) -> list:
@@ -95,16 +91,12 @@ def in_32_bits(model: keras.Model) -> patching.Context:
 def noting_calls(models: list, calls: list[tuple]) -> patching.Context:
     """Puts pairs into `calls`: a model that is called, its inputs' types."""
 
-    def noting(model, call):
-        @functools.wraps(call)
-        def noted(inputs, *args, **kwargs):
-            if all(other is not model for other, _ in calls):
-                calls.append((model, batches.specs_of(inputs)))
-            return call(inputs, *args, **kwargs)
+    def noted(model, call, /, inputs, *args, **kwargs):
+        if all(other is not model for other, _ in calls):
+            calls.append((model, batches.specs_of(inputs)))
+        return call(inputs, *args, **kwargs)
 
-        return noted
-
-    return _calls_replaced(models, noting)
+    return _calls_replaced(models, noted)
 
 
 class _Guarded(keras.StatelessScope):
@@ -174,7 +166,7 @@ def assign(variables: list, values: list) -> None:
 
 
 def _calls_replaced(models: list, replacement: Callable) -> patching.Context:
-    """Within, each model's `call` is what `replacement` makes of both."""
+    """Within, `replacement` stands for each model's `call`: it takes both."""
     return patching.together(
         patching.method(model, "call", functools.partial(replacement, model))
         for model in models

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmem.base.checks import is_real
+from kmem.base.checks import non_negative
 from kmem.base.checks import non_negative_int
 from kmem.base.checks import positive
 from kmem.base.checks import positive_int
@@ -115,7 +115,7 @@ class Neumann(Solver):
     def __post_init__(self):
         non_negative_int(self.iterations, "iterations")
         positive(self.alpha, "alpha")
-        _non_negative(self.tolerance, "tolerance")
+        non_negative(self.tolerance, "tolerance")
 
     def _solve(self, product, right, norm):
         def add_term(term, total):
@@ -145,7 +145,7 @@ class _Krylov(Solver):
         iterations = positive_int(self.iterations, "iterations")
         set_fields(self, iterations=iterations)
         positive(self.tolerance, "tolerance")
-        _non_negative(self.damping, "damping")
+        non_negative(self.damping, "damping")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,14 +277,6 @@ class MinimalResidual(_Krylov):
 def mixed(vector: Tensors, level: Derivatives, batch, wrt: list) -> Tensors:
     """-d/dx <dL/dw, vector>, w being the level's variables, x `wrt`."""
     return [-p for p in level.directional_gradient(batch, vector, wrt)]
-
-
-def _non_negative(value, name: str) -> None:
-    if not is_real(value, 0.0):
-        raise ValueError(
-            f"`{name}` must be a non-negative number. "
-            f"Received: {name}={value!r}"
-        )
 
 
 def _repeated(

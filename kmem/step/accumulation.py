@@ -323,4 +323,4 @@ def without_reduction(optimizer) -> patching.Context:
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     name = private_keras.ADD_UP_OVER_REPLICAS
-    return patching.method(inner, name, lambda _: list)
+    return patching.method(inner, name, lambda _, gradients: list(gradients))

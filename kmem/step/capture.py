@@ -96,7 +96,7 @@ def capturing(
     is_default = has_default_step(model)
     is_sum = (adds_up or is_scaled) and not is_default
 
-    def apply(grads, trainable_variables=None):
+    def apply(_, grads, trainable_variables=None):
         if is_sum and not all(map(given.include, grads)):
             refuse_changes()
         if is_scaled and not (is_default or update.is_scaled):
@@ -115,18 +115,15 @@ def capturing(
         if not is_default:
             stack.enter_context(afterwards)
 
-    def scaling(scale_loss):
-        def scale(loss):
-            if until_loss:
-                raise LossReached
-            update.is_scaled = True
-            # A loss function may give a Python number.
-            update.sums_rows = len(getattr(loss, "shape", ())) > 0
-            scaled = scale_loss(loss)
-            update.loss = scaled if tf.is_tensor(scaled) else None
-            return scaled
-
-        return scale
+    def scale(scale_loss, loss):
+        if until_loss:
+            raise LossReached
+        update.is_scaled = True
+        # A loss function may give a Python number.
+        update.sums_rows = len(getattr(loss, "shape", ())) > 0
+        scaled = scale_loss(loss)
+        update.loss = scaled if tf.is_tensor(scaled) else None
+        return scaled
 
     def refuse(*args, **kwargs):
         _refuse_second_update(model)
@@ -135,12 +132,12 @@ def capturing(
         if is_sum:
             yield given.recording()
         yield patching.attribute(model, "optimizer", optimizer)
-        yield patching.method(optimizer, "apply", lambda _: apply)
-        yield patching.method(optimizer, "scale_loss", scaling)
+        yield patching.method(optimizer, "apply", apply)
+        yield patching.method(optimizer, "scale_loss", scale)
         inner = getattr(optimizer, "inner_optimizer", None)
         for other in optimizers(model):
             if other is not optimizer and other is not inner:
-                yield patching.method(other, "apply", lambda _: refuse)
+                yield patching.method(other, "apply", refuse)
 
     with patching.together(changes()), contextlib.ExitStack() as stack:
         yield update

@@ -183,6 +183,7 @@ def recording(terms: LossTerms, layers=()) -> patching.Context:
     """
 
     def reduced(
+        _,
         values,
         sample_weight=None,
         mask=None,
@@ -191,16 +192,14 @@ def recording(terms: LossTerms, layers=()) -> patching.Context:
     ):
         return terms.reduced(values, sample_weight, mask, reduction, dtype)
 
-    def summing(penalty):
-        return lambda output: terms.summed(penalty(output))
+    def summed(penalty, output):
+        return terms.summed(penalty(output))
 
     def changes():
-        yield patching.method(
-            keras_loss, "reduce_weighted_values", lambda _: reduced
-        )
+        yield patching.method(keras_loss, "reduce_weighted_values", reduced)
         for layer in layers:
             if layer.activity_regularizer is not None and _activities_add_up():
-                yield patching.method(layer, "activity_regularizer", summing)
+                yield patching.method(layer, "activity_regularizer", summed)
 
     return patching.together(changes())
 

@@ -172,35 +172,29 @@ def counting_share(model: keras.Model, share) -> Iterator[Results]:
     """
     results: Results = {}
 
-    def recording_result(metric, compute):
-        def result():
-            value = compute()
-            leaves = keras.tree.flatten(value)
-            names = sorted(value) if isinstance(value, dict) else [metric.name]
-            for position, leaf in enumerate(leaves):
-                anew = functools.partial(_nth_leaf, compute, position)
-                results[id(leaf)] = (leaf, anew)
-                if position < len(names):
-                    results[names[position]] = (leaf, anew)
-            return value
+    def recorded(metric, compute):
+        value = compute()
+        leaves = keras.tree.flatten(value)
+        names = sorted(value) if isinstance(value, dict) else [metric.name]
+        for position, leaf in enumerate(leaves):
+            anew = functools.partial(_nth_leaf, compute, position)
+            results[id(leaf)] = (leaf, anew)
+            if position < len(names):
+                results[names[position]] = (leaf, anew)
+        return value
 
-        return result
-
-    def weighted_update(metric, update_state):
-        def update(values, sample_weight=None):
-            values = tf.convert_to_tensor(values)
-            if sample_weight is None and values.shape.rank == 0:
-                sample_weight = tf.cast(share, metric.dtype)
-            return update_state(values, sample_weight=sample_weight)
-
-        return update
+    def weighted(metric, update_state, values, sample_weight=None):
+        values = tf.convert_to_tensor(values)
+        if sample_weight is None and values.shape.rank == 0:
+            sample_weight = tf.cast(share, metric.dtype)
+        return update_state(values, sample_weight=sample_weight)
 
     def changes():
         for metric in model.metrics:
-            result = functools.partial(recording_result, metric)
+            result = functools.partial(recorded, metric)
             yield patching.method(metric, "result", result)
             if type(metric).update_state is keras.metrics.Mean.update_state:
-                update = functools.partial(weighted_update, metric)
+                update = functools.partial(weighted, metric)
                 yield patching.method(metric, "update_state", update)
 
     with patching.together(changes()):

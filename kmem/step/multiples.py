@@ -45,29 +45,26 @@ class Given:
     def recording(self) -> patching.Context:
         """Within, gradients are taken note of."""
 
-        def replaced(gradient):
-            def call(tape, target, sources, *args, **kwargs):
-                compute = functools.partial(gradient, tape, target, sources)
-                # What is computed again has tapes of its own.
-                if self._is_within:
-                    return compute(*args, **kwargs)
-                kinds = keras.Variable | tf.Variable
-                if any(isinstance(x, kinds) for x in tf.nest.flatten(sources)):
-                    if self._has_been:
-                        self._refuse()
-                    self._has_been = True
-                self._is_within = True
-                try:
-                    result = compute(*args, **kwargs)
-                finally:
-                    self._is_within = False
-                for each in tf.nest.flatten(result, expand_composites=True):
-                    self._tensors[id(each)] = each
-                return result
+        def call(gradient, tape, target, sources, *args, **kwargs):
+            compute = functools.partial(gradient, tape, target, sources)
+            # What is computed again has tapes of its own.
+            if self._is_within:
+                return compute(*args, **kwargs)
+            kinds = keras.Variable | tf.Variable
+            if any(isinstance(x, kinds) for x in tf.nest.flatten(sources)):
+                if self._has_been:
+                    self._refuse()
+                self._has_been = True
+            self._is_within = True
+            try:
+                result = compute(*args, **kwargs)
+            finally:
+                self._is_within = False
+            for each in tf.nest.flatten(result, expand_composites=True):
+                self._tensors[id(each)] = each
+            return result
 
-            return call
-
-        return patching.method(tf.GradientTape, "gradient", replaced)
+        return patching.method(tf.GradientTape, "gradient", call)
 
     def include(self, gradient) -> bool:
         """Whether it is a multiple of what was given, or `None`."""

@@ -87,16 +87,13 @@ def in_turn(
         for op in fusion.known_before(fusion.maker(gradient))
     ]
 
-    def waiting(update):
-        def update_step(*args, **kwargs):
-            num_before = len(graph.get_operations())
-            with tf.control_dependencies(before):
-                update(*args, **kwargs)
-            new = graph.get_operations()[num_before:]
-            before[:] = [op for op in new if not op.outputs] or before
-            if order is not None:
-                order.finish(new)
+    def update_step(update, /, *args, **kwargs):
+        num_before = len(graph.get_operations())
+        with tf.control_dependencies(before):
+            update(*args, **kwargs)
+        new = graph.get_operations()[num_before:]
+        before[:] = [op for op in new if not op.outputs] or before
+        if order is not None:
+            order.finish(new)
 
-        return update_step
-
-    return patching.method(optimizer, "update_step", waiting)
+    return patching.method(optimizer, "update_step", update_step)

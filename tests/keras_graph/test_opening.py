@@ -20,13 +20,13 @@ class Log(opening.Visitor):
         self.lines.append((model.name, names))
         super().run_line(model, line, values, bind)
 
-    def run_tree(self, model, call, args, kwargs):
+    def run_tree(self, model, call, /, *args, **kwargs):
         self.trees.append(model.name)
-        return super().run_tree(model, call, args, kwargs)
+        return super().run_tree(model, call, *args, **kwargs)
 
-    def run_child(self, layer, call, args, kwargs):
+    def run_child(self, layer, call, /, *args, **kwargs):
         self.children.append(layer.name)
-        return super().run_child(layer, call, args, kwargs)
+        return super().run_child(layer, call, *args, **kwargs)
 
 
 class Looping(keras.Model):
