@@ -108,10 +108,10 @@ def run(
         try:
             with (
                 contextlib.closing(network),
-                _ended_by_sigterm(),
+                _noted_signals() as noted,
                 contextlib.closing(Ranks(task, network, gpus)) as ranks,
             ):
-                return ranks.values(grace_seconds)
+                return ranks.values(grace_seconds, noted)
         except RankFailed as error:
             if attempt == restarts:
                 raise
@@ -175,7 +175,7 @@ class Rank:
         for output in self._outputs:
             output.start()
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: int) -> None:
         """Sends it to the whole group."""
         # A group that has ended may have given its number away.
         if not self.has_ended:
@@ -254,13 +254,7 @@ def _pass_on(pipe: IO[str], stream: str, prefix: str) -> None:
 
 
 class Ranks:
-    """All ranks of a run. Once they are closed, none is left.
-
-    Args:
-        task: What each of them does, for `rank.py`.
-        network: Where they find each other.
-        gpus: CUDA's names of those to share out, or none.
-    """
+    """All ranks of a run, of its arguments. Once closed, none is left."""
 
     def __init__(self, task: dict, network: Network, gpus: list[str]):
         self._deadline = time.monotonic() + _START_SECONDS
@@ -289,39 +283,30 @@ class Ranks:
         for rank in self._ranks:
             rank.close()
 
-    def values(self, grace_seconds: float) -> list:
-        """What each has returned; `None` for a script.
+    def values(self, grace_seconds: float, noted: list[int]) -> list:
+        """What each has returned, or `RankFailed`; `None` for a script.
 
-        Args:
-            grace_seconds: What they are given to end once one has failed.
-
-        Raises:
-            RankFailed: If one fails.
+        The first noted signal ends them, the second at once.
         """
-        try:
-            failure = self._watch()
-        except (KeyboardInterrupt, SystemExit) as stop:
-            exits = isinstance(stop, SystemExit)
-            number = signal.SIGTERM if exits else signal.SIGINT
-            self._end(number, grace_seconds)
-            raise
+        failure = self._watch(noted)
+        if noted:
+            self._end(noted[0], grace_seconds, noted)
+            return []
         if failure is None:
-            return [
-                None if rank.value is None else pickle.loads(rank.value)
-                for rank in self._ranks
-            ]
+            values = [rank.value for rank in self._ranks]
+            return [v if v is None else pickle.loads(v) for v in values]
         failure.ended = [
             rank.number
             for rank in self._ranks
             if rank.has_ended and rank.failure is None
         ]
-        self._end(signal.SIGTERM, grace_seconds)
+        self._end(signal.SIGTERM, grace_seconds, noted)
         raise failure
 
-    def _watch(self) -> RankFailed | None:
-        """Waits until all have ended, or one has failed."""
+    def _watch(self, noted: list[int]) -> RankFailed | None:
+        """Waits until all have ended, one has failed, or a signal is noted."""
         failure = None
-        while failure is None and self._are_running():
+        while failure is None and not noted and self._are_running():
             self._listen()
             failure = self._first_failure() or self._late_start()
         if failure is None:
@@ -355,12 +340,14 @@ class Ranks:
             self._listen()
         return True
 
-    def _end(self, number: signal.Signals, grace_seconds: float) -> None:
+    def _end(self, number: int, grace_seconds: float, noted: list[int]) -> None:
         """Ends all ranks, by a signal and after a while by SIGKILL."""
         deadline = time.monotonic() + grace_seconds
         for rank in self._ranks:
             rank.signal(number)
         while self._are_running() and time.monotonic() < deadline:
+            if len(noted) > 1:
+                break
             self._listen()
         self.close()
 
@@ -378,23 +365,34 @@ class Ranks:
         return min(failures, key=lambda x: x.seconds, default=None)
 
     def _late_start(self) -> RankFailed | None:
-        is_late = time.monotonic() > self._deadline
-        for rank in self._ranks:
-            if is_late and not rank.has_started:
-                cause = f"not started after {_START_SECONDS:g} s"
-                return RankFailed(rank.number, cause, 1)
-        return None
+        late = [rank.number for rank in self._ranks if not rank.has_started]
+        if not late or time.monotonic() <= self._deadline:
+            return None
+        return RankFailed(late[0], f"not started after {_START_SECONDS:g} s", 1)
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Makes SIGTERM an exception, so that the ranks are ended as well."""
+def _noted_signals() -> Iterator[list[int]]:
+    """Lists the SIGINT and SIGTERM that come, and raises for them at its end.
+
+    An exception at any line, as Python's handlers raise it, could leave a
+    process that has just started, and that nobody knows of yet.
+    """
+    noted: list[int] = []
+    # Handlers of the program's own stay; other threads cannot set any.
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    defaults = (signal.default_int_handler, signal.SIG_DFL) if is_main else ()
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = {n: signal.getsignal(n) for n in numbers}
+    taken = [n for n in numbers if before[n] in defaults]
+    for number in taken:
+        signal.signal(number, lambda number, _: noted.append(number))
     try:
-        yield
+        yield noted
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in taken:
+            signal.signal(number, before[number])
+        if noted[:1] == [signal.SIGINT]:
+            raise KeyboardInterrupt
+        if noted:
+            sys.exit(128 + noted[0])

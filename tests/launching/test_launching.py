@@ -309,6 +309,42 @@ def test_ctrl_c_and_sigterm_reach_all_ranks(
     assert (tmp_path / "end1").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_while_ranks_start_reaches_them(
+    script, tmp_path, own_signals, monkeypatch, number
+):
+    """The one that has just started is known to nobody yet."""
+    path = script(
+        f"""
+        import json, os, pathlib, signal, time
+        rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        folder = pathlib.Path({str(tmp_path)!r})
+        try:
+            (folder / f"ready{{rank}}").touch()
+            time.sleep(1000)
+        finally:
+            (folder / f"end{{rank}}").touch()
+        """
+    )
+    start = subprocess.Popen
+
+    def started(*arguments, **options):
+        process = start(*arguments, **options)
+        if "/rank.py" in str(arguments):
+            while not (tmp_path / "ready0").exists():
+                assert process.poll() is None
+            os.kill(os.getpid(), number)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        ranks.run(
+            {"script": path, "arguments": []}, 1, [], 0, False, grace_seconds=30
+        )
+    assert (tmp_path / "end0").exists()
+
+
 # As `kmem launch` does, without the time that TensorFlow takes to import.
 LAUNCHER = f"""
 import sys, types
