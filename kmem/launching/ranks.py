@@ -254,7 +254,7 @@ def _pass_on(pipe: IO[str], stream: str, prefix: str) -> None:
 
 
 class Ranks:
-    """All ranks of a run, of its arguments. Once closed, none is left."""
+    """All ranks; arguments as those of `run`. Once closed, none is left."""
 
     def __init__(self, task: dict, network: Network, gpus: list[str]):
         self._deadline = time.monotonic() + _START_SECONDS
@@ -284,9 +284,9 @@ class Ranks:
             rank.close()
 
     def values(self, grace_seconds: float, noted: list[int]) -> list:
-        """What each has returned, or `RankFailed`; `None` for a script.
+        """What each has returned; `None` for a script. Raises `RankFailed`.
 
-        The first noted signal ends them, the second at once.
+        A noted signal ends them, and one that comes meanwhile at once.
         """
         failure = self._watch(noted)
         if noted:
@@ -342,11 +342,11 @@ class Ranks:
 
     def _end(self, number: int, grace_seconds: float, noted: list[int]) -> None:
         """Ends all ranks, by a signal and after a while by SIGKILL."""
-        deadline = time.monotonic() + grace_seconds
+        deadline, first = time.monotonic() + grace_seconds, noted[:1]
         for rank in self._ranks:
             rank.signal(number)
-        while self._are_running() and time.monotonic() < deadline:
-            if len(noted) > 1:
+        while self._are_running() and noted == first:
+            if time.monotonic() > deadline:
                 break
             self._listen()
         self.close()

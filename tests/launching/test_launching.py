@@ -5,6 +5,7 @@ import fcntl
 import functools
 import json
 import os
+import pathlib
 import re
 import signal
 import socket
@@ -64,6 +65,25 @@ def run(script: str, num_processes: int = 2, *options: str) -> int:
     """`kmem launch`, in the host's network: no rank here listens on it."""
     command = ["launch", "--processes", str(num_processes), "--network", "host"]
     return cli.main([*command, "--grace", "30", *options, script])
+
+
+def waiting(folder: pathlib.Path, then: str) -> str:
+    """A script that leaves files: when it is ready, and when it is ended."""
+    begin = f"""
+    import json, os, pathlib, signal, sys, time
+    rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder = pathlib.Path({str(folder)!r})
+    try:
+        (folder / f"ready{{rank}}").touch()
+    """
+    end = """
+        time.sleep(1000)
+    finally:
+        (folder / f"end{rank}").touch()
+    """
+    then = textwrap.indent(textwrap.dedent(then), " " * 4)
+    return textwrap.dedent(begin) + then + textwrap.dedent(end)
 
 
 def test_values_are_returned_in_the_order_of_the_ranks():
@@ -283,23 +303,13 @@ def test_ranks_start_again_after_a_failure(script, tmp_path, capsys):
 def test_ctrl_c_and_sigterm_reach_all_ranks(
     script, tmp_path, own_signals, number, exit_code
 ):
-    path = script(
-        f"""
-        import contextlib, json, os, pathlib, signal, sys, time
-        rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        folder = pathlib.Path({str(tmp_path)!r})
-        try:
-            (folder / f"ready{{rank}}").touch()
-            while not (folder / f"ready{{1 - rank}}").exists():
-                time.sleep(0.01)
-            if rank == 0:
-                os.kill(os.getppid(), {int(number)})
-            time.sleep(1000)
-        finally:
-            (folder / f"end{{rank}}").touch()
-        """
-    )
+    then = f"""
+    while not (folder / f"ready{{1 - rank}}").exists():
+        time.sleep(0.01)
+    if rank == 0:
+        os.kill(os.getppid(), {int(number)})
+    """
+    path = script(waiting(tmp_path, then))
     try:
         status = run(path, 2, "--restarts", "5")
     except SystemExit as stop:
@@ -314,19 +324,7 @@ def test_a_signal_that_comes_while_ranks_start_reaches_them(
     script, tmp_path, own_signals, monkeypatch, number
 ):
     """The one that has just started is known to nobody yet."""
-    path = script(
-        f"""
-        import json, os, pathlib, signal, time
-        rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        folder = pathlib.Path({str(tmp_path)!r})
-        try:
-            (folder / f"ready{{rank}}").touch()
-            time.sleep(1000)
-        finally:
-            (folder / f"end{{rank}}").touch()
-        """
-    )
+    path = script(waiting(tmp_path, ""))
     start = subprocess.Popen
 
     def started(*arguments, **options):
@@ -343,6 +341,34 @@ def test_a_signal_that_comes_while_ranks_start_reaches_them(
             {"script": path, "arguments": []}, 1, [], 0, False, grace_seconds=30
         )
     assert (tmp_path / "end0").exists()
+
+
+def test_a_signal_kills_what_is_being_ended_after_a_failure(
+    script, tmp_path, own_signals
+):
+    path = script(
+        f"""
+        folder = {str(tmp_path)!r}
+        """,
+        """
+        import json, os, pathlib, signal, sys, time
+        ready = pathlib.Path(folder, "ready")
+        def end(number, _):
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(20)
+            pathlib.Path(folder, "late").touch()
+            os.kill(os.getppid(), signal.SIGINT)
+        if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
+            signal.signal(signal.SIGTERM, end)
+            ready.touch()
+            time.sleep(1000)
+        while not ready.exists():
+            time.sleep(0.01)
+        sys.exit(3)
+        """,
+    )
+    assert run(path, 2, "--grace", "1000") == 130
+    assert not (tmp_path / "late").exists()
 
 
 # As `kmem launch` does, without the time that TensorFlow takes to import.
