@@ -88,10 +88,9 @@ class Estimate(drawing.Shown):
 
         Args:
             path: Where to save the picture; its ending says the format.
-                `".html"` is a page that tells more under the pointer.
 
         Raises:
-            ImportError: If matplotlib is missing, or plotly for a page.
+            ImportError: If matplotlib is missing.
         """
         self.timeline.plot(path)
 

@@ -28,7 +28,6 @@ import tensorflow as tf
 
 from kmem import memory
 from kmem.base.bindings import AUTO
-from kmem.base.bindings import HEURISTICS
 from kmem.base.sizes import format_size
 from kmem.base.sizes import parse_size
 from kmem.budget import planner
@@ -152,21 +151,12 @@ class _Sweeper:
             trial.run()
             if verbose:
                 progress.add(1)
-        result = self._result(forecast)
-        chosen = result.recommended
-        best = _best_heuristic(forecast, chosen)
-        if chosen.heuristic in (AUTO, best):
-            return result
-        # By the simulator. Whether it is, time tells.
-        other = self._trial(int(chosen.eviction_threshold), heuristic=best)
-        for options in (chosen, other) * self._steps:
-            self._trials[options].run()
         return self._result(forecast)
 
-    def _trial(self, threshold_bytes: int, **settings: Any) -> DTR:
+    def _trial(self, threshold_bytes: int) -> DTR:
         """Begins a trial, and gives its settings."""
         options = dataclasses.replace(
-            self._settings, eviction_threshold=threshold_bytes, **settings
+            self._settings, eviction_threshold=threshold_bytes
         )
         if options not in self._trials:
             trial = _Trial(self._session(options), self._data)
@@ -346,17 +336,6 @@ def _reason(error: str) -> str:
     if needed is not None:
         return f"no room: at least {format_size(int(needed[1]))}"
     return "thrashes" if "Recomputation must end" in error else "out of memory"
-
-
-def _best_heuristic(forecast: Forecast, options: DTR) -> str:
-    """What recomputes least at a threshold, in the simulator."""
-
-    def more_seconds(name: str) -> float:
-        changed = dataclasses.replace(options, heuristic=name)
-        return forecast.of(changed).more_seconds
-
-    # The one there is, if none is better.
-    return min((options.heuristic, *HEURISTICS), key=more_seconds)
 
 
 def _to_bytes(threshold: float | int | str, whole_bytes: int) -> int:

@@ -79,11 +79,11 @@ def file_ending(*endings: str) -> Callable[[str], pathlib.Path]:
     return file
 
 
-def add_plot(parser: argparse.ArgumentParser, *endings: str) -> None:
+def add_plot(parser: argparse.ArgumentParser) -> None:
     """Where to draw what is found."""
     parser.add_argument(
         "--plot",
-        type=file_ending(*PICTURES, *endings),
+        type=file_ending(*PICTURES),
         metavar="PATH",
         help="where to draw it",
     )

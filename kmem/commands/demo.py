@@ -52,13 +52,11 @@ class Run:
         label: What the table calls it.
         options: The memory options of `fit`.
         limited: Whether the device has the limit.
-        rounds: Whether the options change the numbers by their nature.
     """
 
     label: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     limited: bool = True
-    rounds: bool = False
 
 
 UNLIMITED = Run("Keras, no limit", limited=False)
@@ -67,11 +65,7 @@ BUDGET = Run('memory_budget="64MB"', {"memory_budget": STEP_BYTES})
 PLANNED = Run('remat="64MB"', {"remat": STEP_BYTES})
 EVICTING = Run('dtr="64MB"', {"dtr": STEP_BYTES})
 MICRO = Run("microbatches=8", {"microbatches": 8})
-ROUNDED = Run(
-    "microbatches=8, bfloat16",
-    {"microbatches": 8, "mixed_precision": "bfloat16"},
-    rounds=True,
-)
+RUNS = (UNLIMITED, PLAIN, BUDGET, PLANNED, EVICTING, MICRO)
 
 
 @dataclasses.dataclass
@@ -128,10 +122,7 @@ def run(args: argparse.Namespace) -> int:
         f"\n\n{'run':<26} {'peak':>13} {'time':>6} {'loss':>9} {'changed':>8}"
     )
     results: dict[Run, Result] = {}
-    runs = [UNLIMITED, PLAIN, BUDGET, PLANNED, EVICTING, MICRO]
-    if _computes_bfloat16():
-        runs.append(ROUNDED)
-    for item in runs:
+    for item in RUNS:
         result = results[item] = _train(item, *data)
         columns = _columns(result, results[UNLIMITED])
         print(f"{item.label:<26}", columns, flush=True)
@@ -141,12 +132,6 @@ def run(args: argparse.Namespace) -> int:
     _draw(results, args.output)
     print(f"The memory of each run is drawn in {args.output}")
     return 1 if problems else 0
-
-
-def _computes_bfloat16() -> bool:
-    """Whether the CPU has instructions for it; without, it may be slow."""
-    flags = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def _digits() -> "tuple[np.ndarray, np.ndarray]":
@@ -307,14 +292,14 @@ def _problems(results: dict[Run, Result]) -> list[str]:
         difference = _difference(result, results[UNLIMITED])
         if result.error or result.peak_bytes > LIMIT_BYTES:
             found.append(f"{item.label}: does not fit within the limit.")
-        elif not (item.rounds or difference <= TOLERANCE):
+        elif not difference <= TOLERANCE:
             found.append(f"{item.label}: the loss is off by {difference:.1e}.")
     return [f"kmem demo: {line}" for line in found]
 
 
 def _notes(results: dict[Run, Result]) -> list[str]:
     error = f"Keras ends in ResourceExhaustedError: {results[PLAIN].error}"
-    lines = [
+    return [
         "",
         *textwrap.wrap(error, 78, break_on_hyphens=False),
         "",
@@ -324,9 +309,6 @@ def _notes(results: dict[Run, Result]) -> list[str]:
         "changed: by which share the last loss differs from Keras's; sums in "
         f"another\norder change less than {TOLERANCE:.0e} of it.",
     ]
-    if ROUNDED in results:
-        lines[-1] += " 16 bits round."
-    return lines
 
 
 def _draw(results: dict[Run, Result], path: pathlib.Path) -> None:
@@ -351,8 +333,8 @@ def _draw(results: dict[Run, Result], path: pathlib.Path) -> None:
             axes.plot(seconds[-1:], megabytes[-1:], "X", **style)
             words = "out of memory"
         elif item.options:
-            words += f", {result.seconds / reference.seconds:.1f}x the time,\n"
-            words += "rounded numbers" if item.rounds else "the same numbers"
+            slowdown = result.seconds / reference.seconds
+            words += f", {slowdown:.1f}x the time,\nthe same numbers"
         beside = {"transform": axes.transAxes, "va": "center"}
         axes.text(1.01, 0.5, words, **beside)
         axes.text(-0.06, 0.5, item.label, **beside, ha="right")

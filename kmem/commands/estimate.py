@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Example: kmem estimate model.keras --batch 256 --plot it.png"
     )
     arguments.add_model_and_batch(parser)
-    arguments.add_plot(parser, ".html")
+    arguments.add_plot(parser)
 
 
 def run(args: argparse.Namespace) -> int:

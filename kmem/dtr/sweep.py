@@ -58,11 +58,6 @@ class Row:
         """The threshold; 0 if there is none."""
         return int(self.dtr.eviction_threshold) if self.dtr else 0
 
-    @property
-    def heuristic(self) -> str:
-        """What is evicted first; empty for plain eager Keras."""
-        return self.dtr.heuristic if self.dtr else ""
-
 
 @dataclasses.dataclass(frozen=True)
 class Sweep(drawing.Shown):
@@ -70,8 +65,7 @@ class Sweep(drawing.Shown):
 
     Attributes:
         rows: Plain eager Keras, DTR without a threshold, and a row for each
-            threshold. The last one may have the simulator's best heuristic at
-            the threshold that is recommended, if that is another one.
+            threshold.
         pool_bytes: The size of the device's pool, whose peaks the rows have
             then; `None` if its memory is not a pool.
     """
@@ -109,16 +103,15 @@ class Sweep(drawing.Shown):
     @property
     def recommended(self) -> DTR:
         """The smallest threshold that the peak stays within and with
-        which a step takes at most 1.3 times as long as without one; the
-        fastest settings for it."""
-        candidates = [
-            (row.threshold_bytes or math.inf, self.slowdown(row), row.dtr)
+        which a step takes at most 1.3 times as long as without one."""
+        candidates = {
+            row.threshold_bytes or math.inf: row.dtr
             for row in self.rows
             if row.dtr is not None
             and self.slowdown(row) <= _MOST_SLOWDOWN
             and (row.peak_bytes or 0) <= (row.threshold_bytes or math.inf)
-        ]
-        return min(candidates, key=lambda candidate: candidate[:2])[2]
+        }
+        return candidates[min(candidates)]
 
     def summary(self) -> str:
         """A table of what was measured, and predicted."""
@@ -154,8 +147,6 @@ class Sweep(drawing.Shown):
 
     def _line(self, row: Row) -> str:
         name, share = _name(row.dtr), ""
-        if row.dtr and row.heuristic != self.unlimited.heuristic:
-            name += f", {row.heuristic}"
         if row.threshold_bytes and self.plain.peak_bytes:
             share = f"{row.threshold_bytes / self.plain.peak_bytes:.2f}"
         measured = row.error
@@ -274,12 +265,8 @@ def _mark(axes: "Axes", height: float, label: str, line: str) -> None:
 
 
 def _curve(sweep: Sweep) -> list[Row]:
-    """The rows of one heuristic, by threshold."""
-    rows = [
-        row
-        for row in sweep.rows
-        if row.threshold_bytes and row.heuristic == sweep.unlimited.heuristic
-    ]
+    """The rows that have a threshold, by it."""
+    rows = [row for row in sweep.rows if row.threshold_bytes]
     return sorted(rows, key=lambda row: row.threshold_bytes)
 
 

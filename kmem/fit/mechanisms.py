@@ -12,6 +12,7 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -29,6 +30,7 @@ from kmem.dtr.feasible import with_least_threshold
 from kmem.fit import pipeline
 from kmem.fit.undoing import Changes
 from kmem.graph import ordering
+from kmem.graph import releasing
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
 from kmem.keras_graph.recording import Recording
@@ -104,7 +106,7 @@ class SplitStep(WholeStep):
         if compiled and not self.allows_xla:
             alone = strategy.num_replicas_in_sync == 1
             collect = self._updater.collect if alone else lambda batch: None
-            self._compute = microbatch.compiled(self._gradient, collect)
+            self._compute = _compiled(self._gradient, collect)
 
     @property
     def layers_that_see_parts(self) -> list[keras.layers.Layer]:
@@ -132,6 +134,33 @@ class SplitStep(WholeStep):
 
     def warn_of_parts(self) -> None:
         self._gradient.warn_of_parts()
+
+
+def _compiled(
+    gradient_step: microbatch.GradientStep,
+    collect: Callable[[microbatch.BatchGradient], None],
+) -> Callable:
+    """The same step, its computation compiled by XLA.
+
+    Args:
+        collect: May add up the gradients there, and use them up.
+    """
+    batch: Any = None
+
+    @functools.partial(releasing.function, jit_compile=True)
+    def tensors(data):
+        nonlocal batch
+        batch = gradient_step(data)
+        collect(batch)
+        return batch.gradients, batch.denominators, batch.logs
+
+    def run(data) -> microbatch.BatchGradient:
+        gradients, denominators, logs = tensors(data)
+        return microbatch.BatchGradient(
+            gradients, denominators, batch.variables, logs
+        )
+
+    return run
 
 
 def in_chunks(model: keras.Model, options: MemoryOptions) -> list[Mechanism]:

@@ -52,7 +52,8 @@ class Update:
         variables: The variables they belong to.
         sums_rows: Whether the loss was one value a row: differentiating that
             means summing it.
-        loss: What they are the gradients of, if the step scales its loss.
+        loss: What they are the gradients of, if the step scales its loss, or
+            ends there.
         is_scaled: Whether the step scaled its loss.
     """
 
@@ -73,8 +74,8 @@ def capturing(
     Args:
         optimizer: What the step sees as `model.optimizer`.
         adds_up: Whether its gradients are added to others.
-        until_loss: Raise `LossReached` once the step scales its loss, or at
-            the latest when it applies its gradients.
+        until_loss: Raise `LossReached` once the step scales its loss, asks
+            for gradients of variables, or applies them.
 
     Raises:
         CannotSplit: If the step makes a second update, whose gradients would
@@ -90,7 +91,15 @@ def capturing(
             _refuse_second_update(model)
         _refuse_changed_gradients(model)
 
-    given = Given(refuse_changes)
+    def see(loss):
+        # A loss function may give a Python number.
+        shapes = [getattr(x, "shape", ()) for x in tf.nest.flatten(loss)]
+        update.sums_rows = all(len(shape) > 0 for shape in shapes)
+        if until_loss:
+            update.loss = loss
+            raise LossReached
+
+    given = Given(refuse_changes, see)
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     # Keras's own hands its gradients on as they are, and reads no more.
     is_default = has_default_step(model)
@@ -116,11 +125,8 @@ def capturing(
             stack.enter_context(afterwards)
 
     def scale(scale_loss, loss):
-        if until_loss:
-            raise LossReached
+        see(loss)
         update.is_scaled = True
-        # A loss function may give a Python number.
-        update.sums_rows = len(getattr(loss, "shape", ())) > 0
         scaled = scale_loss(loss)
         update.loss = scaled if tf.is_tensor(scaled) else None
         return scaled

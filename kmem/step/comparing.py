@@ -3,13 +3,18 @@
 A mean over examples can be put together of the means of parts; what a loss
 such as `keras.losses.Dice()` or `Circle` makes of all examples cannot, nor a
 sum made by hand. A loss does not say which it is, so it is tried: on a few
-random examples, together and in two parts. What this module does not do: look
-into losses that are no `keras.Loss`, of a `train_step` or of layers.
+random examples, together and in two parts. So is a whole step with a loss that
+is made by hand, or a layer that may mix examples. What this module does not do:
+tell what layers mix in training alone, or a loss that random numbers change.
 """
 
 import contextlib
+import functools
+import inspect
+import itertools
 import math
 import warnings
+from collections.abc import Callable
 from collections.abc import Iterator
 
 import keras
@@ -17,16 +22,35 @@ import numpy as np
 import tensorflow as tf
 
 from kmem.base import patching
+from kmem.base import private_keras
+from kmem.graph import releasing
+from kmem.step import batches
+from kmem.step import capture
+from kmem.step.loss_terms import Loss
+from kmem.step.loss_terms import LossTerms
+from kmem.step.loss_terms import recording
 from kmem.step.metrics import reached_from
+from kmem.step.multiples import RANDOM
 
-# Two halves: of one row an axis may be left out.
-_ROWS, _HALF = 4, 2
+# Two halves, in two ways, as one may be the same by chance; not of one row, of
+# which an axis may be left out.
+_ROWS, _ALL = 4, slice(None)
+_HALVES = (
+    (slice(0, 2), slice(2, 4)),
+    (slice(0, 4, 2), slice(1, 4, 2)),
+)
 # A size that is not known, and the largest that is tried where all are many.
 _UNKNOWN, _SMALL = 2, 8
 _MANY = 2**20
 _OF_SHAPES = frozenset({"OnesLike", "ZerosLike", "Shape", "Size", "Rank"})
-# By how much sums in another order may differ, of the largest number.
-_ROUNDING = 1e-4
+# By how much sums in another order may differ, of the largest number: they do
+# by 1e-7 in the nets of `keras.applications`.
+_ROUNDING, _ROUNDING_OF_16_BITS = 1e-5, 5e-2
+# Whose layers compute every example by itself, but for normalization.
+_KNOWN = frozenset({"keras", "keras_hub", "kmem"})
+# Those of `tf.random`, with which Keras draws too.
+_DRAWS = ("normal", "uniform", "truncated_normal")
+_ONE_ROW = "one_row_for_all"
 
 
 @contextlib.contextmanager
@@ -41,6 +65,40 @@ def looking() -> Iterator[dict[str, bool | None]]:
 
     with patching.method(keras.losses.Loss, "__call__", call):
         yield found
+
+
+def names(model, loss: Loss, take_step: Callable, specs) -> list[str]:
+    """The losses that compare the examples of a batch, as far as that is known:
+    those of a `keras.Loss`, or all of a model's, once a step was tried.
+
+    Args:
+        loss: What is known of it so far.
+        take_step: Takes a batch as far as its loss; returns the `Update`.
+        specs: A batch, as `tf.TensorSpec`s.
+    """
+    is_known = loss.only_terms and not loss.may_compare and not _may_mix(model)
+    if loss.comparing or is_known:
+        return loss.comparing
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if replicas > 1 or not _differs(model, loss, take_step, specs):
+        return []
+    return [f"the loss of {model.name}"]
+
+
+def _may_mix(model) -> bool:
+    """Whether a layer, or an operation between layers, may compute an example
+    of the others; batch normalization, which does, is told of by its state."""
+    kinds = {
+        type(each)
+        for layer in private_keras.all_layers(model)
+        for each in (layer, *getattr(layer, "operations", ()))
+    }
+    return any(
+        kind.__module__.split(".")[0] not in _KNOWN
+        or kind is keras.layers.Lambda
+        or not issubclass(kind, keras.layers.Layer)
+        for kind in kinds
+    )
 
 
 def warn(names: list[str]) -> None:
@@ -67,13 +125,118 @@ def check_masks(model, denominators: list, weights: list) -> None:
     )
 
 
+def _differs(model, loss: Loss, take_step: Callable, specs) -> bool | None:
+    """Whether a batch's loss is another than that of its parts, but for what
+    layers do in training alone; `None` if that is not known."""
+    layers = private_keras.all_layers(model)
+    is_coarse = any("16" in str(layer.compute_dtype) for layer in layers)
+    tolerance = _ROUNDING_OF_16_BITS if is_coarse else _ROUNDING
+    specs = batches.with_rows(specs, None)
+    given = batches.leaves(specs)
+
+    def loss_of(share, totals, *rows):
+        terms = LossTerms(share, totals)
+        with (
+            capture.DiscardedState(),
+            recording(terms, layers),
+            _at_rest(layers),
+        ):
+            update = batches.of_leaves(take_step, specs)(*rows)
+        losses = [tf.cast(x, share.dtype) for x in tf.nest.flatten(update.loss)]
+        value = tf.add_n([tf.reduce_sum(x) for x in losses])
+        return value if update.sums_rows else value * share, {
+            group: tf.cast(terms.denominators[group], share.dtype)
+            for group in loss.counted
+        }
+
+    def run(rows, totals, share=1.0):
+        share = tf.constant(share, tf.float64)
+        value, found = trace(share, totals, *(array[rows] for array in arrays))
+        return float(value), found
+
+    # GPUs would round numbers to fewer bits.
+    rounding = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        number = tf.TensorSpec((), tf.float64)
+        totals = dict.fromkeys(loss.counted, number)
+        trace = releasing.function(loss_of)
+        # Not within `init_scope`, which stops all tapes.
+        trace = trace.get_concrete_function(number, totals, *given)
+        with tf.init_scope():
+            arrays = _random(given)
+            whole = tf.constant(1, tf.float64)
+            _, totals = run(_ALL, dict.fromkeys(loss.counted, whole))
+            together, _ = run(_ALL, totals)
+            apart = [
+                [run(rows, totals, 0.5)[0] for rows in halves]
+                for halves in _HALVES
+            ]
+    except Exception:
+        # A step of one's own may need other numbers, and raise anything.
+        return None
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(rounding)
+    difference = np.abs(np.sum(apart, 1) - together).max()
+    if difference <= tolerance * max(abs(together), np.abs(apart).max()):
+        return False
+    is_known = np.isfinite(difference) and not _draws(trace.graph)
+    return True if is_known else None
+
+
+def _draws(graph: tf.Graph) -> bool:
+    """Whether a graph draws other numbers for each row."""
+    nodes = graph.as_graph_def()
+    functions = (function.node_def for function in nodes.library.function)
+    return any(
+        RANDOM.search(node.op) and _ONE_ROW not in node.name
+        for node in itertools.chain(nodes.node, *functions)
+    )
+
+
+def _at_rest(layers: list) -> patching.Context:
+    """Within, layers compute as they do in inference, and what draws numbers
+    draws the same for every row."""
+
+    def infer(call, *args, **kwargs):
+        given = inspect.signature(call).bind(*args, **kwargs)
+        given.arguments["training"] = False
+        return call(*given.args, **given.kwargs)
+
+    def draw(random, shape, *args, **kwargs):
+        sizes = tf.unstack(shape) if tf.is_tensor(shape) else tuple(shape)
+        with tf.name_scope(_ONE_ROW):
+            if not sizes:
+                return random(shape, *args, **kwargs)
+            row = random((1, *sizes[1:]), *args, **kwargs)
+            return tf.repeat(row, sizes[0], axis=0)
+
+    seeds = itertools.count()
+
+    def seeded(name, _, shape, *args, seed=None, **kwargs):
+        random = getattr(tf.random, f"stateless_{name}")
+        return random(shape, (0, next(seeds)), *args, **kwargs)
+
+    def changes():
+        for layer in layers:
+            name = patching.call_of(layer)
+            if "training" in (patching.parameters(getattr(layer, name)) or ()):
+                yield patching.method(layer, name, infer)
+        for name in _DRAWS:
+            yield patching.method(tf.random, f"stateless_{name}", draw)
+            replacement = functools.partial(seeded, name)
+            yield patching.method(tf.random, name, replacement)
+
+    return patching.together(changes())
+
+
 def _compares(loss, y_true, y_pred) -> bool | None:
     try:
         with tf.init_scope():
-            arrays = _random([y_true, y_pred])
+            arrays = _random([y_true, y_pred], "float32")
             together, *parts = (
                 np.asarray(loss.call(*(array[rows] for array in arrays)))
-                for rows in (slice(None), slice(_HALF), slice(_HALF, None))
+                for rows in (_ALL, *_HALVES[0])
             )
             apart = np.concatenate(parts) if together.ndim else np.mean(parts)
     except Exception:
@@ -87,17 +250,19 @@ def _compares(loss, y_true, y_pred) -> bool | None:
     )
 
 
-def _random(tensors: list) -> list[tf.Tensor]:
-    """Numbers between 0 and 1, or either of them, in the place of tensors."""
+def _random(tensors: list, dtype: str | None = None) -> list[tf.Tensor]:
+    """Numbers between 0 and 1, or either of them, in the place of tensors: in
+    their dtypes, or in another one and of fewer if they are many."""
     sizes = [[size or _UNKNOWN for size in t.shape[1:]] for t in tensors]
     known = [[_ROWS, *size] for size in sizes]
-    if max(map(math.prod, known)) > _MANY:
+    if dtype and max(map(math.prod, known)) > _MANY:
         known = [[min(size, _SMALL) for size in shape] for shape in known]
     rng = np.random.default_rng(0)
     arrays = []
     for tensor, shape in zip(tensors, known, strict=True):
         array = rng.uniform(0.1, 0.9, shape)
-        if not tf.as_dtype(tensor.dtype).is_floating:
+        own = tf.as_dtype(tensor.dtype)
+        if not own.is_floating:
             array = np.round(array)
-        arrays.append(tf.constant(array, "float32"))
+        arrays.append(tf.cast(array, dtype or own))
     return arrays

@@ -7,9 +7,9 @@ do: batch normalization sees one part at a time, and dropout draws anew for
 every part.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,6 +18,7 @@ import tensorflow as tf
 from kmem.base.private_keras import all_layers
 from kmem.graph import ordering
 from kmem.graph import releasing
+from kmem.step import batches
 from kmem.step import capture
 from kmem.step import comparing
 from kmem.step import metrics
@@ -88,6 +89,7 @@ class GradientStep:
         # A `Loss`, once it was looked at: the same in all replicas.
         self._loss: Any = None
         self._state: metrics.LayerState | None = None  # Likewise.
+        self._spec: Any = None  # Of a batch, or of a part of it.
 
     @property
     def layers_that_see_parts(self) -> list[keras.layers.Layer]:
@@ -108,17 +110,26 @@ class GradientStep:
         releasing.function(self._count).get_concrete_function(spec, False)
         state: Any = self._state
         layers = [*state.layers_that_see_parts, *state.layers_that_draw]
-        return [*layers, self._model] if self._loss.may_compare else layers
+        may_compare = self._loss.may_compare or self._losses_that_compare()
+        return [*layers, self._model] if may_compare else layers
 
     def warn_of_parts(self) -> None:
         """Says which layers and losses see a part of a batch at a time."""
-        if self._adds_up and self._loss and self._loss.comparing:
-            comparing.warn(self._loss.comparing)
+        names = self._losses_that_compare() if self._adds_up else []
+        if names:
+            comparing.warn(names)
         metrics.warn_of_parts(
             self.layers_that_see_parts,
             self._num_parts,
             self._processes.num_processes,
         )
+
+    def _losses_that_compare(self) -> list[str]:
+        loss: Any = self._loss
+        if loss is None or self._processes.num_processes > 1:
+            return loss.comparing if loss else []
+        take_step = self._run_until_loss
+        return comparing.names(self._model, loss, take_step, self._spec)
 
     def __call__(self, data) -> BatchGradient:
         batch = self._processes.slice(data)
@@ -241,15 +252,19 @@ class GradientStep:
         )
         if layers and not all_of_it:
             return
-        trace = releasing.function(self._run_until_loss)
-        trace.get_concrete_function(parts.spec, not all_of_it)
 
-    def _run_until_loss(self, data, until_loss: bool = True) -> None:
-        try:
-            with self._capturing(until_loss=until_loss):
-                self._train_step(data)
-        except capture.LossReached:
-            pass
+        def build(data) -> None:
+            self._run_until_loss(data, until_loss=not all_of_it)
+
+        releasing.function(build).get_concrete_function(parts.spec)
+
+    def _run_until_loss(self, data, until_loss=True) -> capture.Update:
+        with (
+            self._capturing(until_loss=until_loss) as update,
+            contextlib.suppress(capture.LossReached),
+        ):
+            self._train_step(data)
+        return update
 
     def _count(self, data, until_loss: bool) -> list[tf.Tensor]:
         model = self._model
@@ -264,34 +279,11 @@ class GradientStep:
             self._run_until_loss(data, until_loss)
             self._loss = Loss.of(model, self._train_step, terms, compares)
             self._state = metrics.LayerState(model, scope, data)
+        self._spec = batches.specs_of(data)
         counted = [terms.denominators[group] for group in self._loss.counted]
         if unknown:
             comparing.check_masks(model, counted, unknown)
         return [tf.cast(each, tf.float64) for each in counted]
-
-
-def compiled(
-    gradient_step: GradientStep, collect: Callable[[BatchGradient], None]
-) -> Callable:
-    """The same step, its computation compiled by XLA.
-
-    Args:
-        collect: May add up the gradients there, and use them up.
-    """
-    batch: Any = None
-
-    @functools.partial(releasing.function, jit_compile=True)
-    def tensors(data):
-        nonlocal batch
-        batch = gradient_step(data)
-        collect(batch)
-        return batch.gradients, batch.denominators, batch.logs
-
-    def run(data) -> BatchGradient:
-        gradients, denominators, logs = tensors(data)
-        return BatchGradient(gradients, denominators, batch.variables, logs)
-
-    return run
 
 
 class _Part:

@@ -10,6 +10,7 @@ to be the tape's own.
 """
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,11 @@ _SAME = frozenset(
     "Reshape UnsortedSegmentSum".split()
 )
 _SUMS = frozenset("Add AddV2 AddN Sub".split())
+# The kinds of operations that draw numbers.
+RANDOM = re.compile(
+    "Random|Multinomial|StandardNormal|TruncatedNormal|StatefulUniform|"
+    "NonDeterministic|Sampler"
+)
 _QUOTIENTS = frozenset("RealDiv Div DivNoNan".split())
 
 
@@ -34,12 +40,14 @@ class Given:
     Args:
         refuse: Raises an error, once variables are differentiated again:
             somewhere else, or another loss.
+        see: Takes what variables are differentiated for.
     """
 
-    def __init__(self, refuse: Callable[[], None]):
+    def __init__(self, refuse: Callable[[], None], see: Callable[[Any], None]):
         # By their ids, which last as long as they do.
         self._tensors: dict[int, Any] = {}
         self._refuse = refuse
+        self._see = see
         self._is_within = self._has_been = False
 
     def recording(self) -> patching.Context:
@@ -55,6 +63,7 @@ class Given:
                 if self._has_been:
                     self._refuse()
                 self._has_been = True
+                self._see(target)
             self._is_within = True
             try:
                 result = compute(*args, **kwargs)
@@ -89,7 +98,7 @@ def _is_same(tensor: tf.Tensor) -> bool:
     """Whether a number is the same for all parts: made of variables and
     constants alone, and not by chance."""
     return not any(
-        "Random" in op.type
+        RANDOM.search(op.type)
         # A graph's input, if it is no variable.
         or (op.type == "Placeholder" and op.outputs[0].dtype != tf.resource)
         for op in fusion.makers(tensor)

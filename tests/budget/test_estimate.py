@@ -1,15 +1,10 @@
 """`kmem.estimate`: what is simulated against what is measured."""
 
-import importlib.util
-import re
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from black_and_white import assert_readable_in_black_and_white
-from headless import browser
-from headless import dump
 
 import kmem
 from kmem.commands import cli
@@ -185,37 +180,6 @@ def test_a_timeline_is_drawn_with_the_names_of_the_largest_tensors(tmp_path):
     assert memory.get_title(loc="left").startswith("A step of 16 examples: ")
     (first, *_) = [text.get_text() for text in names.texts]
     assert first == " 1. first: 2.00 MB, float32[1000, 500]"
-
-
-def test_a_timeline_is_a_page_that_needs_no_network(tmp_path):
-    pytest.importorskip("plotly")
-    page = tmp_path / "step.html"
-    kmem.estimate(*dense()).plot(page)
-    text = page.read_text(encoding="utf-8")
-    assert "<title>kmem: A step of 16 examples: " in text
-    assert "1. first: 2.00 MB, float32[1000, 500]" in text
-    assert re.findall(r"<(?:script|link)[^>]+(?:src|href)=", text) == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(browser() is None, reason="needs chromium")
-def test_a_browser_shows_the_page_of_a_timeline(tmp_path):
-    pytest.importorskip("plotly")
-    page = tmp_path / "step.html"
-    kmem.estimate(*dense()).plot(page)
-    shown = dump(page, tmp_path)
-    assert "1. first: 2.00 MB, float32[1000, 500]" in shown.partition("svg")[2]
-    assert "progress of the step" in shown.partition("<svg")[2]
-
-
-def test_a_page_without_plotly_says_how_to_get_it(tmp_path, monkeypatch):
-    estimate = kmem.estimate(*dense())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ImportError, match=r'plotly: pip install "kmem\[html\]"'
-    ):
-        estimate.plot(tmp_path / "step.html")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_it_prints_itself(tmp_path, capsys):

@@ -17,9 +17,9 @@ from kmem.dtr.sweep import Sweep
 from kmem.dtr.trace import read_program
 
 
-def row(megabytes, seconds, heuristic="dtr_eq", peak=None):
+def row(megabytes, seconds, peak=None):
     return Row(
-        kmem.DTR(int(megabytes * 1e6), heuristic=heuristic),
+        kmem.DTR(int(megabytes * 1e6), heuristic="dtr_eq"),
         step_seconds=seconds,
         peak_bytes=int((peak or megabytes or 100) * 1e6),
         num_evictions=3,
@@ -40,25 +40,21 @@ FAILED = Row(
 
 
 @pytest.mark.parametrize(
-    "rows, megabytes, heuristic",
+    "rows, megabytes",
     [
-        ([row(80, 1.1), row(50, 1.3), row(40, 1.31), FAILED], 50, "dtr_eq"),
-        ([row(50, 1.2), row(50, 1.1, "lru")], 50, "lru"),
-        ([row(50, 1.1), row(50, 1.2, "lru")], 50, "dtr_eq"),
-        ([row(80, 1.1), row(50, 1.1, peak=51)], 80, "dtr_eq"),
-        ([FAILED], 0, "dtr_eq"),
+        ([row(80, 1.1), row(50, 1.3), row(40, 1.31), FAILED], 50),
+        ([row(80, 1.1), row(50, 1.1, peak=51)], 80),
+        ([FAILED], 0),
     ],
-    ids=["time", "heuristic", "slower heuristic", "not kept", "none"],
+    ids=["time", "not kept", "none"],
 )
-def test_the_smallest_quick_threshold_is_recommended(
-    rows, megabytes, heuristic
-):
+def test_the_smallest_quick_threshold_is_recommended(rows, megabytes):
     found = Sweep((PLAIN, UNLIMITED, *rows)).recommended
-    assert found == kmem.DTR(megabytes * 10**6, heuristic=heuristic)
+    assert found == kmem.DTR(megabytes * 10**6, heuristic="dtr_eq")
 
 
 def test_a_summary_shows_predicted_beside_measured():
-    found = Sweep((PLAIN, UNLIMITED, row(50, 1.2), FAILED, row(50, 1.1, "lru")))
+    found = Sweep((PLAIN, UNLIMITED, row(50, 1.2), FAILED))
     assert found.summary().splitlines() == [
         "threshold              share seconds  time       peak evictions "
         "recomputed predicted       peak",
@@ -70,19 +66,17 @@ def test_a_summary_shows_predicted_beside_measured():
         "         2      1.30   50.00 MB",
         "20.00 MB                0.20 no room: at least 25.00 MB"
         "                           no",
-        "50.00 MB, lru           0.50   1.100  1.10   50.00 MB         3 "
-        "         2      1.20   50.00 MB",
         'time: relative to "no threshold"; beside it, as the simulator '
         "predicts it.",
-        'recommended: 50.00 MB, heuristic "lru": the smallest threshold with '
-        "a time of at most 1.3.",
+        'recommended: 50.00 MB, heuristic "dtr_eq": the smallest threshold '
+        "with a time of at most 1.3.",
     ]
 
 
 def test_the_picture_holds_the_numbers():
     pytest.importorskip("matplotlib")
     timed = dataclasses.replace(row(50, 1.2), median_seconds=1.25)
-    rows = [row(80, 1.1), timed, FAILED, row(50, 1.15, "lru")]
+    rows = [row(80, 1.1), timed, FAILED]
     figure = sweep._figure(Sweep((PLAIN, UNLIMITED, *rows), pool_bytes=10**8))
     assert_readable_in_black_and_white(figure)
 
@@ -94,7 +88,7 @@ def test_the_picture_holds_the_numbers():
     predicted = time["predicted by the simulator"]
     assert predicted[1:] == [[50, pytest.approx(1.3)], [80, pytest.approx(1.2)]]
     assert time["cannot run"] == [[20, 1]]
-    assert time['recommended: 50.00 MB, "lru"'] == [[50, 1.15]]
+    assert time['recommended: 50.00 MB, "dtr_eq"'] == [[50, 1.2]]
     assert peak["measured peak"] == [[50, 50], [80, 80]]
     named = [text.get_text() for text in figure.axes[0].texts]
     assert named == ["50.00 MB: 1.20x", "80.00 MB: 1.10x"]

@@ -1,0 +1,244 @@
+"""A step whose loss is made by hand is tried: on a batch, and on halves."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from keras import ops
+
+import kmem
+
+X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
+NAMED = pytest.warns(UserWarning, match="Received: the loss of ")
+
+
+class Autoencoder(keras.Model):
+    """A variational one, with a loss that its own step computes."""
+
+    def __init__(self, loss, draw=None):
+        super().__init__()
+        self.moments = layers.Dense(6, activation="tanh")
+        self.decoder = layers.Dense(6)
+        self.draw = draw
+        self.loss_of = loss
+
+    def call(self, x):
+        mean, log_variance = ops.split(self.moments(x), 2, axis=1)
+        noise = self.draw(ops.shape(mean)) if self.draw else 0.0
+        code = mean + ops.exp(0.5 * log_variance) * noise
+        terms = ops.exp(log_variance) + ops.square(mean) - log_variance - 1
+        return self.decoder(code), 0.5 * ops.sum(terms, axis=1)
+
+    def train_step(self, x):
+        variables = self.trainable_variables
+        with tf.GradientTape() as tape:
+            outputs, divergence = self(x, training=True)
+            errors = ops.sum(ops.square(outputs - x), axis=1)
+            loss = self.loss_of(errors, divergence)
+        gradients = tape.gradient(loss, variables)
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return {"loss": ops.mean(loss)}
+
+
+def mean(errors, divergence):
+    return ops.mean(errors) + ops.mean(divergence)
+
+
+def with_sum(errors, divergence):
+    return ops.mean(errors) + ops.sum(divergence)
+
+
+def each(errors, divergence):
+    return errors + divergence
+
+
+def ratio(errors, divergence):
+    return ops.sum(errors) / ops.sum(divergence)
+
+
+class Contrastive(Autoencoder):
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            codes, _ = self(x)
+            scores = ops.matmul(codes, ops.transpose(codes))
+            pairs = ops.arange(ops.shape(x)[0])
+            losses = keras.losses.sparse_categorical_crossentropy(
+                pairs, scores, from_logits=True
+            )
+            loss = ops.mean(losses)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
+        return {"loss": loss}
+
+
+class GradientPenalty(Autoencoder):
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                outputs, _ = self(x)
+            slopes = inner.gradient(outputs, x)
+            norms = tf.norm(slopes, axis=1)
+            loss = ops.mean(ops.square(norms - 1)) - ops.mean(outputs)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
+        return {"loss": loss}
+
+
+def trained(model, *targets, **options):
+    keras.utils.set_random_seed(0)
+    model = kmem.wrap(model)
+    model(X[:1])
+    model.compile(keras.optimizers.SGD(0.05), "mse" if targets else None)
+    options = options or {"microbatches": 2}
+    model.fit(*(X, *targets), batch_size=4, shuffle=False, verbose=0, **options)
+    return model.get_weights()
+
+
+DRAWS = {
+    "nothing": None,
+    "by TensorFlow": lambda shape: tf.random.normal(shape),
+    "by Keras": keras.random.normal,
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("loss", [mean, each])
+def test_a_mean_over_examples_is_not_named(loss, draw):
+    keras.utils.set_random_seed(0)
+    trained(Autoencoder(loss, draw))
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("loss", [with_sum, ratio])
+def test_what_is_no_mean_over_examples_is_named(loss, draw):
+    with NAMED:
+        trained(Autoencoder(loss, draw))
+
+
+def test_groups_of_batches_are_tried_too():
+    with NAMED:
+        trained(Autoencoder(with_sum), gradient_accumulation_steps=2)
+    trained(Autoencoder(mean), gradient_accumulation_steps=2)
+
+
+def test_a_step_that_compares_pairs_is_named():
+    with NAMED:
+        trained(Contrastive(mean))
+
+
+def test_a_step_with_a_gradient_in_its_loss_is_tried():
+    trained(GradientPenalty(mean))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("loss", [mean, each])
+def test_what_is_not_named_has_the_gradient_of_the_whole_batch(loss, eager):
+    def weights(**options):
+        keras.utils.set_random_seed(0)
+        model = kmem.wrap(Autoencoder(loss))
+        model(X[:1])
+        model.compile(keras.optimizers.SGD(0.05), run_eagerly=eager)
+        # Parts of three rows, three and two.
+        model.fit(X, batch_size=8, shuffle=False, verbose=0, **options)
+        return model.get_weights()
+
+    expected = weights()
+    for found in (
+        weights(microbatches=3),
+        weights(microbatches=2, gradient_accumulation_steps=1),
+    ):
+        for some, others in zip(found, expected, strict=True):
+            np.testing.assert_allclose(some, others, rtol=1e-5, atol=1e-6)
+
+
+class Penalized(layers.Layer):
+    def __init__(self, reduce):
+        super().__init__()
+        self.reduce = reduce
+
+    def call(self, x):
+        self.add_loss(self.reduce(ops.square(x)))
+        return x
+
+
+class Centred(layers.Layer):
+    """Mixes examples, but not their number."""
+
+    def call(self, x):
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
+class Chooses(layers.Layer):
+    """Draws, in training alone."""
+
+    def call(self, x, training=False):
+        return x * keras.random.uniform(ops.shape(x)) if training else x
+
+
+LAYERS = {
+    "a mean that is added": (lambda: Penalized(ops.mean), False),
+    "a sum that is added": (lambda: Penalized(ops.sum), True),
+    "of one's own": (Centred, True),
+    "of a function": (
+        lambda: layers.Lambda(lambda x: x - ops.mean(x, 0)),
+        True,
+    ),
+    "an operation": (lambda: lambda x: ops.softmax(x, axis=0), True),
+    "an operation on examples": (lambda: ops.softmax, False),
+    "batch normalization": (layers.BatchNormalization, False),
+    "dropout": (lambda: layers.Dropout(0.5), False),
+    "noise": (lambda: layers.GaussianNoise(0.5), False),
+    "that draws": (Chooses, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Layers whose state can depend")
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_that_mixes_examples_is_found(name):
+    make, mixes = LAYERS[name]
+    inputs = keras.Input((6,))
+    x = make()(layers.Dense(6)(inputs))
+    # That of one's own is what asks for the trial, and does nothing else.
+    outputs = layers.Lambda(lambda x: x)(layers.Dense(6)(x))
+    with NAMED if mixes else contextlib.nullcontext():
+        trained(keras.Model(inputs, outputs), X)
+
+
+@pytest.mark.parametrize("reduce", [ops.mean, ops.sum])
+def test_in_16_bits_rounding_is_not_named(reduce):
+    class Squares(keras.Model):
+        def compute_loss(self, x, y, y_pred, *args, **kwargs):
+            return reduce(ops.square(ops.cast(y_pred, "float32") - y))
+
+    inputs = keras.Input((6,))
+    x = layers.Dense(32, activation="tanh")(inputs)
+    model = Squares(inputs, layers.Dense(6)(x))
+    with NAMED if reduce is ops.sum else contextlib.nullcontext():
+        trained(model, X, microbatches=2, mixed_precision="bfloat16")
+
+
+def test_a_step_that_fails_on_random_numbers_is_not_named():
+    class Picky(Autoencoder):
+        def train_step(self, x):
+            with tf.control_dependencies([tf.debugging.assert_less(x, 0.0)]):
+                return super().train_step(tf.identity(x))
+
+    model = kmem.wrap(Picky(with_sum))
+    model(X[:1])
+    model.compile("sgd")
+    model.fit(-abs(X) - 1, batch_size=4, verbose=0, microbatches=2)
+
+
+def test_trying_a_step_changes_nothing():
+    seed = keras.random.SeedGenerator(1)
+    model = Autoencoder(
+        mean, lambda shape: keras.random.normal(shape, seed=seed)
+    )
+    model.seed = seed
+    trained(model)
+    # The model was built with a draw; then come two batches of two parts.
+    assert np.array(seed.state).tolist() == [1, 5]
+    assert int(model.optimizer.iterations) == 2
+    assert tf.config.experimental.tensor_float_32_execution_enabled()
