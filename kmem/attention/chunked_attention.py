@@ -167,18 +167,16 @@ class ChunkedAttention(Mechanism):
         else:
             parts = () if mask is None else (tf.cast(mask, tf.bool),)
         self._num_calls += 1
+        dropout, seed = private_keras.attention_dropout(layer), None
+        if training and dropout.rate > 0:
+            seed = tf.cast(dropout.seed_generator.next(), tf.int32)
         scores = blocks.Scores(
             scale=private_keras.attention_scale(layer),
             masks=tuple(map(_of_rank_4, parts)),
             causal=causal,
+            rate=dropout.rate,
+            seed=seed,
         )
-        dropout = private_keras.attention_dropout(layer)
-        if training and dropout.rate > 0:
-            scores = dataclasses.replace(
-                scores,
-                rate=dropout.rate,
-                seed=tf.cast(dropout.seed_generator.next(), tf.int32),
-            )
         return blocks.attention(query, key, value, scores), None
 
     def _calling(
@@ -218,13 +216,8 @@ class ChunkedAttention(Mechanism):
 def _is_keras_own(layer) -> bool:
     """Whether a layer attends as Keras's own do."""
     name = private_keras.COMPUTE_ATTENTION
-    return any(
-        isinstance(layer, kind) and getattr(type(layer), name) is compute
-        for kind, compute in _OWN.items()
-    )
-
-
-_OWN = {kind: getattr(kind, private_keras.COMPUTE_ATTENTION) for kind in _KINDS}
+    own = [getattr(kind, name) for kind in _KINDS]
+    return isinstance(layer, _KINDS) and getattr(type(layer), name) in own
 
 
 def _of_rank_4(mask: tf.Tensor) -> Any:

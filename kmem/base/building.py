@@ -68,11 +68,8 @@ def find_compiler() -> list[str] | None:
             ) from error
         path = shutil.which(command[0])
         return [path, *command[1:]] if path else None
-    for name in ("g++", "clang++", "c++"):
-        path = shutil.which(name)
-        if path:
-            return [path]
-    return None
+    paths = map(shutil.which, ("g++", "clang++", "c++"))
+    return next(([path] for path in paths if path), None)
 
 
 def find_library() -> pathlib.Path | None:
@@ -173,22 +170,16 @@ def _compile(compiler: list[str], path: pathlib.Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = os.path.join(folder, path.name)
         command = [*compiler, *_compile_flags()]
-        objects = {
-            source: os.path.join(
-                folder, f"{source.parent.name}_{source.stem}.o"
-            )
-            for source in _sources(".cc")
-        }
+
+        def compiled(source: pathlib.Path) -> str:
+            name = f"{source.parent.name}_{source.stem}.o"
+            made = os.path.join(folder, name)
+            _run([*command, "-c", str(source), "-o", made])
+            return made
+
         with futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            done = [
-                pool.submit(
-                    _run, [*command, "-c", str(source), "-o", object_path]
-                )
-                for source, object_path in objects.items()
-            ]
-            for future in done:
-                future.result()
-        _run([*command, *objects.values(), "-o", output, *_link_flags()])
+            objects = list(pool.map(compiled, _sources(".cc")))
+        _run([*command, *objects, "-o", output, *_link_flags()])
         with open(output, "rb+") as file:
             digest = hashlib.sha256(file.read()).digest()
             file.write(digest)

@@ -55,11 +55,9 @@ def one_of(value, name: str, choices: tuple) -> None:
 
 def classes(value, name: str) -> tuple[type, ...]:
     is_sequence = isinstance(value, list | tuple) and len(value) > 0
-    if not (is_sequence and all(isinstance(each, type) for each in value)):
-        raise ValueError(
-            f'`{name}` must be "layers", None, or a sequence of classes of '
-            f"layers, as in (Residual,). Received: {name}={value!r}"
-        )
+    is_right = is_sequence and all(isinstance(each, type) for each in value)
+    kind = "a sequence of classes of layers, as in (Residual,)"
+    _check(is_right, value, name, f'"layers", None, or {kind}')
     return tuple(value)
 
 

@@ -27,9 +27,11 @@ Context = contextlib.AbstractContextManager[Any]
 
 _MISSING = object()
 _lock = threading.RLock()
-# By the instance's id and the attribute's name, as long as it is replaced.
-_attributes: "dict[tuple[int, str], _Attribute]" = {}
-_methods: "dict[tuple[int, str], _Method]" = {}
+# By the instance's id and the attribute's name, as long as it is replaced:
+# what it was, and the values that are set, each in a list of its own.
+_values: dict[tuple[int, str], list[list]] = {}
+# Of a method what it was, and what threads call instead.
+_methods: dict[tuple[int, str], tuple[Callable, dict[int, list]]] = {}
 # Not as they are when they are replaced.
 _KERAS_METHODS = {
     name: getattr(keras.Model, name)
@@ -48,19 +50,20 @@ def attribute(instance, name: str, value) -> Iterator[None]:
         instance: The object, or a class. Afterwards it has, or lacks, what it
             did.
     """
-    key = id(instance), name
+    key, entry = (id(instance), name), [value]
     with _lock:
-        if key not in _attributes:
-            before = vars(instance).get(name, _MISSING)
-            _attributes[key] = _Attribute(instance, name, before)
-        replaced = _attributes[key]
-        entry = replaced.enter(value)
+        before = vars(instance).get(name, _MISSING)
+        values = _values.setdefault(key, [[before]])
+        values.append(entry)
+        _set(instance, name, value)
     try:
         yield
     finally:
         with _lock:
-            if not replaced.leave(entry):
-                del _attributes[key]
+            values[:] = [each for each in values if each is not entry]
+            _set(instance, name, values[-1][0])
+            if len(values) == 1:
+                del _values[key]
 
 
 @contextlib.contextmanager
@@ -75,19 +78,29 @@ def method(
         replacement: What this thread calls within. Its first argument is what
             it called so far, the others are those of the call.
     """
-    key = id(instance), name
-    thread = threading.get_ident()
+    key, thread = (id(instance), name), threading.get_ident()
     with contextlib.ExitStack() as stack:
         with _lock:
-            replaced = _methods.get(key) or _Method(getattr(instance, name))
-            replaced.enter(thread, replacement)
-            _methods[key] = replaced
-            stack.enter_context(attribute(instance, name, replaced.call))
+            known = _methods.setdefault(key, (getattr(instance, name), {}))
+            plain, calls = known
+            own = calls.setdefault(thread, [plain])
+            replaced = functools.partial(replacement, own[-1])
+            own.append(functools.update_wrapper(replaced, own[-1]))
+
+            @functools.wraps(plain)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                latest = calls.get(threading.get_ident(), [plain])[-1]
+                return latest(*args, **kwargs)
+
+            stack.enter_context(attribute(instance, name, call))
         try:
             yield
         finally:
             with _lock:
-                if not replaced.leave(thread):
+                own.pop()
+                if len(own) == 1:
+                    del calls[thread]
+                if not calls:
                     del _methods[key]
 
 
@@ -173,61 +186,11 @@ def in_place_of_keras(model, name, own, replacement, args, kwargs):
     return result
 
 
-class _Attribute:
-    """An attribute that is replaced, and what it was."""
-
-    def __init__(self, instance, name: str, before):
-        self._instance = instance
-        self._name = name
-        self._before = before
-        self._entries: list[list] = []
-        # What sets an attribute past what its class makes of that.
-        kinds = type, types.ModuleType, object
-        self._own = next(kind for kind in kinds if isinstance(instance, kind))
-
-    def enter(self, value) -> list:
-        entry = [value]
-        self._entries.append(entry)
-        self._own.__setattr__(self._instance, self._name, value)
-        return entry
-
-    def leave(self, entry: list) -> bool:
-        """Takes a value off; whether others are left."""
-        self._entries = [each for each in self._entries if each is not entry]
-        value = self._entries[-1][0] if self._entries else self._before
-        if value is _MISSING:
-            self._own.__delattr__(self._instance, self._name)
-        else:
-            self._own.__setattr__(self._instance, self._name, value)
-        return bool(self._entries)
-
-
-class _Method:
-    """A method that threads replace, and what each of them calls instead."""
-
-    def __init__(self, plain: Callable):
-        self._plain = plain
-        self._calls: dict[int, list[Callable]] = {}
-
-        @functools.wraps(plain)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._current(threading.get_ident())(*args, **kwargs)
-
-        self.call = call
-
-    def enter(self, thread: int, replacement: Callable) -> None:
-        before = self._current(thread)
-        call = functools.partial(replacement, before)
-        functools.update_wrapper(call, before)
-        self._calls.setdefault(thread, []).append(call)
-
-    def leave(self, thread: int) -> bool:
-        """Takes the thread's latest replacement off; whether any is left."""
-        self._calls[thread].pop()
-        if not self._calls[thread]:
-            del self._calls[thread]
-        return bool(self._calls)
-
-    def _current(self, thread: int) -> Callable:
-        calls = self._calls.get(thread)
-        return calls[-1] if calls else self._plain
+def _set(instance, name: str, value) -> None:
+    """Sets an attribute, past what its class makes of that."""
+    kinds: Any = type, types.ModuleType, object
+    own = next(kind for kind in kinds if isinstance(instance, kind))
+    if value is _MISSING:
+        own.__delattr__(instance, name)
+    else:
+        own.__setattr__(instance, name, value)

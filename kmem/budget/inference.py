@@ -152,6 +152,8 @@ class BudgetedInference:
         """
         if self._covering(kind, batch) is None:
             self._choose(kind, batch, examples, reserved_bytes)
+            # Callbacks may change what a trace has read.
+            self._steps.trace_again()
 
     def _take(self, kind: str, batch: Any) -> Any:
         """Takes a step, in as many attempts as it needs."""

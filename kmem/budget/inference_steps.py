@@ -103,6 +103,10 @@ class InferenceSteps:
         with undoing.unchanged(changed, owned):
             yield
 
+    def trace_again(self) -> None:
+        """Has steps traced anew."""
+        self._functions.clear()
+
     def _run(self, kind: str, batch: Any, count: int) -> Any:
         if kind == "test":
             return self._function(kind, batch, count)(batch)

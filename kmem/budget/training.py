@@ -143,7 +143,9 @@ class BudgetedSession:
             reserved_bytes: What the device will hold besides.
         """
         if self._covering(batch) is None:
-            self._choose(batch, reserved_bytes)
+            bucket = self._choose(batch, reserved_bytes)
+            # Callbacks may change what a trace has read.
+            bucket.session.trace_again()
 
     def prepare_validation(self, batch, examples, reserved_bytes: int) -> None:
         """The same for `fit`'s validation; see `BudgetedInference`."""
@@ -278,10 +280,8 @@ class BudgetedSession:
 
     def _covering(self, batch) -> _Bucket | None:
         """What was chosen for such batches, or larger ones."""
-        for bucket in self._buckets:
-            if batches.covers(bucket.batch, batch):
-                return bucket
-        return None
+        found = (x for x in self._buckets if batches.covers(x.batch, batch))
+        return next(found, None)
 
     def _choose(self, batch, reserved_bytes: int) -> _Bucket:
         # The device may have become smaller.
@@ -375,8 +375,7 @@ class BudgetedSession:
         """After a step: says which layers see one micro-batch at a time."""
         bucket: Any = self._bucket
         session = bucket.session
-        layers = session.step.layers_that_see_parts
-        names = tuple(layer.name for layer in layers)
+        names = tuple(x.name for x in session.step.layers_that_see_parts)
         if names == bucket.report.layers_that_see_parts:
             return
         self._show(bucket, layers_that_see_parts=names)

@@ -173,7 +173,9 @@ class Trial:
         is_traced = self.session is not None
         with self.ready(size) as step, dry_run.installed(self.session):
             measured = dry_run.measured(step, self._group, is_traced)
-        gc.collect()
+        if not (measured and is_traced and self.session.is_traceable):
+            # What a trace, an eager step or an error left. It takes a second.
+            gc.collect()
         if measured is None:
             return None
         peak_bytes = measured.peak_bytes - self._in_use

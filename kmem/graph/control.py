@@ -45,8 +45,6 @@ def after(
     """
     if private_tf.in_xla():
         return delayed(gradients, tensors), [tf.identity(w) for w in weights]
-    if tf.executing_eagerly():
-        gradients = []
     with tf.control_dependencies(gradients):
         return list(map(names.copy, tensors)), list(map(names.copy, weights))
 

@@ -5,6 +5,7 @@ wait for the first of them: they would not be joined there, and rounding would
 differ from plain training.
 """
 
+from collections.abc import Container
 from collections.abc import Iterator
 
 import tensorflow as tf
@@ -120,6 +121,13 @@ def are_joined(maker: tf.Operation, reader: tf.Operation) -> bool:
 def is_constant(tensor: tf.Tensor) -> bool:
     """Whether TensorFlow computes it when it makes the graph."""
     return all(op.inputs or op.type == "Const" for op in makers(tensor))
+
+
+def source(tensor: tf.Tensor, through: Container[str]) -> tf.Tensor:
+    """What operations of some types have made a tensor of, one by one."""
+    while tensor.op.type in through:
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor
 
 
 def makers(tensor: tf.Tensor) -> Iterator[tf.Operation]:

@@ -47,14 +47,11 @@ _unordered: weakref.WeakKeyDictionary[tf.Graph, set[str]] = (
 @contextlib.contextmanager
 def unordered() -> Iterator[None]:
     """Leaves out what is traced within: a recomputation's forward pass."""
-    graph = current_graph()
-    if graph is None:
-        yield
-        return
-    before = len(graph.get_operations())
+    graph, before = current_graph(), len(operations())
     yield
-    new = graph.get_operations()[before:]
-    _unordered.setdefault(graph, set()).update(op.name for op in new)
+    if graph is not None:
+        new = graph.get_operations()[before:]
+        _unordered.setdefault(graph, set()).update(op.name for op in new)
 
 
 def is_unordered(op: tf.Operation) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from kmem.base import private_tf
+from kmem.graph import fusion
 from kmem.graph import ordering
 from kmem.planning import allocations
 from kmem.planning.allocations import Node
@@ -44,6 +45,7 @@ _FORWARDS = frozenset(
     "Softsign Sqrt SqrtGrad Square SquaredDifference Sub Tanh TanhGrad Xdivy "
     "Xlogy ZerosLike".split()
 )
+_COPIES = frozenset(("Identity",))
 _CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 _LOOPS = frozenset(("While", "StatelessWhile"))
 _BRANCHES = frozenset("If StatelessIf Case StatelessCase".split())
@@ -253,8 +255,8 @@ class _Reader:
         for each in condition.get_operations():
             if each.type != "Less":
                 continue
-            limit = _source(each.inputs[1])
-            limit = _source(outside.get(limit.op, limit))
+            limit = fusion.source(each.inputs[1], _COPIES)
+            limit = fusion.source(outside.get(limit.op, limit), _COPIES)
             if limit.op.type in _LOOPS:
                 # As often as the loop that this one is the gradient of.
                 counts.append(self._iterations(graph, limit.op))
@@ -306,12 +308,6 @@ class _Reader:
             peak = allocations.simulate(program.nodes, program.results)
             more = peak.num_bytes - peak.end_bytes
             node.workspace_bytes = max(node.workspace_bytes, more)
-
-
-def _source(tensor):
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor
 
 
 def _place_of_one(op) -> int | None:

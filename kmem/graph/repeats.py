@@ -259,10 +259,7 @@ def _origin(tensor: tf.Tensor) -> tf.Tensor:
 
 def _argument_of_mean(tensor: tf.Tensor) -> tf.Tensor:
     """The argument whose axes a mean's are, but for those of one element."""
-    result = tensor
-    while result.op.type in _OF_ONE:
-        result = result.op.inputs[0]
-    op = result.op
+    op = fusion.source(tensor, _OF_ONE).op
     if (
         op.type != "Mean"
         or not op.get_attr("keep_dims")

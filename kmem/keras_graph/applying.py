@@ -1,6 +1,6 @@
 """Runs a Keras model by a plan that was made for it: `remat.recompute`."""
 
-import contextlib
+import dataclasses
 import re
 import threading
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import keras
 
 from kmem import remat
 from kmem.base.patching import Context
+from kmem.base.patching import member
 from kmem.base.sizes import format_size
 from kmem.keras_graph import opening
 from kmem.keras_graph.profiling import distinct
@@ -110,13 +111,13 @@ class _State(threading.local):
         self.trees: list[_Tree | None] = []
 
 
+@dataclasses.dataclass
 class _Tree:
     """A subclassed model that is running."""
 
-    def __init__(self, frame: Frame, segments: _Segments):
-        self.frame = frame
-        self.segments = segments
-        self.num_called = 0
+    frame: Frame
+    segments: _Segments
+    num_called: int = 0
 
 
 class _Planned(opening.Visitor):
@@ -171,13 +172,8 @@ class _Planned(opening.Visitor):
             return self._plan
         return plan
 
-    @contextlib.contextmanager
-    def _hidden(self, tree: _Tree | None):
-        self._state.trees.append(tree)
-        try:
-            yield
-        finally:
-            self._state.trees.pop()
+    def _hidden(self, tree: _Tree | None) -> Context:
+        return member(self._state, "trees", [*self._state.trees, tree])
 
 
 class _LineRun:

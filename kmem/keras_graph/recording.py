@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base.patching import member
 from kmem.graph import fusion
 from kmem.graph import releasing
 from kmem.graph.names import operations
@@ -173,9 +174,7 @@ def record(model: keras.Model, batch) -> Recording:
 
 def root(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor whose memory a tensor shows."""
-    while tensor.op.type in ALIASES:
-        tensor = tensor.op.inputs[0]
-    return tensor
+    return fusion.source(tensor, ALIASES)
 
 
 class _Recorder(opening.Visitor):
@@ -261,11 +260,8 @@ class _Recorder(opening.Visitor):
             outer.inner[len(outer.spans)] = frame
         else:
             self.recording.frame = frame
-        self._frames.append(frame)
-        try:
+        with member(self, "_frames", [*self._frames, frame]):
             yield frame
-        finally:
-            self._frames.pop()
 
     @contextlib.contextmanager
     def _span(self, frame: Frame):
@@ -278,11 +274,8 @@ class _Recorder(opening.Visitor):
         self._record_between(name, arguments)
         before = len(operations())
         ambient = state.ambient()
-        self._frames.append(None)
-        try:
+        with member(self, "_frames", [*self._frames, None]):
             outputs = function(*args, **kwargs)
-        finally:
-            self._frames.pop()
         results = _tensors(outputs)
         self._append(
             arguments,

@@ -153,23 +153,21 @@ def of(model: keras.Model) -> Head:
             f"`chunked_loss` needs a model with one output. {_INSTEAD}. "
             f"Received: model={model.name} with {len(outputs)} outputs"
         )
+    layer: Any = None
     after: list[Any] = []
-    while True:
+    while len(outputs) == 1:
         node = _maker(functional, outputs[0])
         layer = getattr(node, "operation", None)
         inner = layer is not None and private_keras.functional_of(layer)
         if inner:
             functional, outputs = inner, keras.tree.flatten(inner.outputs)
-            if len(outputs) != 1:
-                break
-            continue
-        if _is_softmax(layer) and not after:
+        elif _is_softmax(layer) and not after:
             after.append(layer)
-            outputs = node.arguments.keras_tensors
-            continue
-        if layer is not None and _is_head(layer, node, after):
+            outputs = node.arguments.keras_tensors[:1]
+        elif layer is not None and _is_head(layer, node, after):
             return _checked(layer, tuple(after))
-        break
+        else:
+            break
     raise ValueError(
         "`chunked_loss` needs a model that ends with a `Dense` layer (with no "
         "activation or a softmax) or with `ReversibleEmbedding(reverse=True)`, "

@@ -237,8 +237,7 @@ class Derivatives:
         moments = attribute(tf.nn, "moments", _moments)
         with self.replayed(batch), self._explained(), moments:
             # Else the forward pass would run ahead of what asks for it.
-            eager = tf.executing_eagerly()
-            with tf.control_dependencies([] if eager else direction):
+            with tf.control_dependencies(direction):
                 products = self.mean(of_microbatch, batch)
         if scale is not None:
             products = [t * norm for t in products]

@@ -107,8 +107,7 @@ class FiniteDifference:
             values = level.values()
             forth = level.gradient(batch, wrt, at=add(values, moves))
             # One after the other: side by side they take twice the memory.
-            eager = tf.executing_eagerly()
-            with tf.control_dependencies([] if eager else forth):
+            with tf.control_dependencies(forth):
                 opposite = [-move for move in moves]
                 back = level.gradient(batch, wrt, at=add(values, opposite))
         scale = norm / (2 * alpha)
@@ -119,7 +118,7 @@ class FiniteDifference:
 
 
 @dataclasses.dataclass(frozen=True)
-class SAMA:
+class SAMA(FiniteDifference):
     """As `FiniteDifference`, for a level whose optimizer is adaptive.
 
     v becomes u = D v first, where D tells how the level's last update, per
@@ -143,11 +142,6 @@ class SAMA:
     ```
     """
 
-    alpha: float | None = None
-
-    def __post_init__(self):
-        FiniteDifference(self.alpha)
-
     def kept_steps(self, unroll_steps: int) -> int:
         """Of a level's updates those that are to be known."""
         return 1
@@ -162,7 +156,7 @@ class SAMA:
         rate = updates.learning_rate(level, step)
         adapted = [-g / tf.cast(rate, g.dtype) for g in of_gradient]
         adapted = updates.chosen(step.made, adapted, [0 * a for a in adapted])
-        return FiniteDifference(self.alpha)(adapted, level, batch, wrt)
+        return super().__call__(adapted, level, batch, wrt)
 
 
 @dataclasses.dataclass(frozen=True)

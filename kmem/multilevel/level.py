@@ -256,16 +256,11 @@ class Level(Derivatives):
     def computing(self) -> Context:
         """What the level wants its loss, and gradients of it, computed in:
         they may run some of it again."""
-
         in_32_bits = self._local.in_32_bits
+        applied = losses.in_32_bits if in_32_bits else self._mixed
 
         def contexts():
-            for model in self.models:
-                yield (
-                    losses.in_32_bits(model)
-                    if in_32_bits
-                    else self._mixed(model)
-                )
+            yield from map(applied, self.models)
             if self.plan is not None:
                 yield self.plan.applied()
             if self.options.mixed_precision is not None and not in_32_bits:

@@ -22,6 +22,7 @@ import keras
 
 from kmem import memory
 from kmem.base.patching import Context
+from kmem.base.patching import member
 from kmem.base.patching import together
 from kmem.base.sizes import format_size
 from kmem.budget import dry_run
@@ -33,6 +34,7 @@ from kmem.keras_graph import profiling
 from kmem.options import Remat
 from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.choosing import Chooser
+from kmem.planning.flat import Point
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.plan import Plan
@@ -115,24 +117,18 @@ class LevelPlan:
         Raises:
             ValueError: If no plan stays within the budget.
         """
-        is_measured = measure is not None
         in_use = 0
         if self.has_budget and memory.is_counted():
             in_use = memory.current()
 
-        def follow(segments: tuple[Segment, ...]) -> dry_run.Measurement | None:
-            self._segments = segments
+        def follow(plan: Plan | Point) -> dry_run.Measurement | None:
+            self._segments = plan.segments
             return measure() if measure else None
 
-        corrector = Corrector(
-            _as_measured(self._chooser, follow, in_use)
-            if is_measured
-            else Learned(self._chooser),
-            self._inputs,
-            self._mode,
-            in_use,
-            (lambda plan: follow(plan.segments)) if is_measured else None,
-        )
+        learned, run = Learned(self._chooser), None
+        if measure is not None:
+            learned, run = _as_measured(self._chooser, follow, in_use), follow
+        corrector = Corrector(learned, self._inputs, self._mode, in_use, run)
         try:
             plan = corrector.plan(self._remat.budget, reserved)
         except InfeasibleBudget as error:
@@ -187,13 +183,11 @@ def measure(program, structure, level, element) -> dry_run.Measurement | None:
 @contextlib.contextmanager
 def _alone(program, structure, level) -> Iterator[None]:
     """Within, the program trains one of its levels."""
-    before = program.train_function
-    with together(x.idle() for x in structure.levels if x is not level):
-        program.make_train_function(force=True)
-        try:
-            yield
-        finally:
-            program.train_function = before
+    others = [x for x in structure.levels if x is not level]
+    trained = member(program, "train_function", None)
+    with trained, together(x.idle() for x in others):
+        program.make_train_function()
+        yield
 
 
 def _state(program, structure) -> list:
@@ -211,7 +205,7 @@ def _state(program, structure) -> list:
 def _as_measured(chooser: Chooser, follow: Callable, in_use: int) -> Learned:
     """The drawing, as much larger as one dry run is: later ones are few."""
     for point in (chooser.everything, chooser.smallest):
-        step = follow(point.segments)
+        step = follow(point)
         if step is not None:
             break
     else:

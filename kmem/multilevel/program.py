@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from kmem import memory
+from kmem.base.patching import member
 from kmem.base.sizes import format_size
 from kmem.graph import ordering
 from kmem.graph import releasing
@@ -286,34 +287,21 @@ class Program(keras.Model):
             yield
             return
         workers.check(self, self.levels, option)
-        # They are traced with variables as they are then.
-        functions = self.train_function, self.test_function
-        self.train_function = self.test_function = None
-        try:
-            with workers.in_shards(self.levels, self._optimizers, option):
-                self.make_train_function()
-                step: Any = self.train_function
-                times = self.steps_per_execution
-                self.train_function = engine().watching(times)(step)
-                yield
-        finally:
-            self.train_function, self.test_function = functions
+        with (
+            # They are traced with variables as they are then.
+            member(self, "train_function", None),
+            member(self, "test_function", None),
+            workers.in_shards(self.levels, self._optimizers, option),
+        ):
+            self.make_train_function()
+            step: Any = self.train_function
+            times = self.steps_per_execution
+            self.train_function = engine().watching(times)(step)
+            yield
 
     def train_step(self, data: dict[str, Any]) -> dict[str, Any]:
         """One update of the top level, and those below as it asks for."""
-
-        def note(number, logged):
-            for tracker, value in zip(
-                self._losses[number], logged, strict=True
-            ):
-                tracker.update_state(value)
-
-        def note_residual(number, residual):
-            tracker = self._residuals[number]
-            if tracker is not None:
-                tracker.update_state(residual)
-
-        one = Round(self._structure, data, note, note_residual)
+        one = Round(self._structure, data, self._losses, self._residuals)
         one.update(len(self.levels) - 1)
         for level in self.levels:
             level.steps.clear()

@@ -7,7 +7,6 @@ levels below, which have just been updated.
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 from typing import NoReturn
 
@@ -36,24 +35,24 @@ class Round:
 
     Args:
         data: For each level's name its batches: one, or several stacked.
-        note: What is told of each update: the level's number, its loss, and
-            what that gives for the logs.
-        note_residual: What is told of each gradient through a solver: the
-            level's number, and what is left, relative to the gradient.
+        losses: For each level the means of its losses in updates, and of what
+            they give for the logs.
+        residuals: For each level that has a solver the mean of what that
+            leaves of a gradient, relative to the gradient.
     """
 
     def __init__(
         self,
         structure: Structure,
         data: dict[str, Any],
-        note: Callable[[int, Tensors], Any],
-        note_residual: Callable[[int, tf.Tensor], Any],
+        losses: list[list[keras.metrics.Mean]],
+        residuals: list[keras.metrics.Mean | None],
     ):
         self._structure = structure
         self._levels = structure.levels
         self._data = data
-        self._note = note
-        self._note_residual = note_residual
+        self._losses = losses
+        self._residuals = residuals
         # Tensors within a loop of the graph.
         self._taken: list[Any] = [0] * len(self._levels)
         # Of each level the last batch, and its loss's state before that.
@@ -95,11 +94,8 @@ class Round:
         level = self._levels[number]
         if level.start is not None:
             assign(level.model.weights, read(level.start.weights))
-            fresh = self._structure.fresh[number]
-            assign(
-                [v for v, _ in fresh],
-                [tf.broadcast_to(value, v.shape) for v, value in fresh],
-            )
+            for variable, value in self._structure.fresh[number]:
+                assign([variable], [tf.broadcast_to(value, variable.shape)])
 
     def _take_steps(self, number: int) -> None:
         """All updates of a level before one of the level above."""
@@ -163,7 +159,8 @@ class Round:
         if not reached:
             self._refuse_standing_still(number)
         self._warn_of_standing_still(number, reached)
-        self._note(number, logged)
+        for tracker, value in zip(self._losses[number], logged, strict=True):
+            tracker.update_state(value)
         return total
 
     def _through(
@@ -181,8 +178,10 @@ class Round:
         guess = self._structure.guesses.get(path, [])
         with level.replayed(batch, state), level.guessing(guess):
             products = level.hypergradient(vector, level, batch, wrt)
-        for residual in level.residuals:
-            self._note_residual(number, residual)
+        tracker = self._residuals[number]
+        if tracker is not None:
+            for residual in level.residuals:
+                tracker.update_state(residual)
         total: Tensors = []
         for other, each in zip(tree, _split(products, targets), strict=True):
             if other != top:

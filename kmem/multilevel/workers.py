@@ -26,6 +26,7 @@ from kmem.sharding import refusals
 from kmem.sharding import training
 from kmem.sharding import variables as shards
 from kmem.sharding.engine import engine
+from kmem.sharding.gathering import LARGE_BYTES
 from kmem.sharding.gathering import gathered
 from kmem.sharding.slices import Slices
 from kmem.sharding.training import ShardedTraining
@@ -34,9 +35,6 @@ from kmem.step import accumulation
 from kmem.step.parts import Alone
 from kmem.step.parts import Slice
 from kmem.step.parts import num_rows
-
-# Tensors of at least so many bytes are added up alone.
-_LARGE_BYTES = 2**18
 
 
 class OneProcess(Alone):
@@ -88,7 +86,7 @@ class SeveralProcesses(Slices, OneProcess):
 
     def total(self, tensors, batch):
         is_large = [
-            t.shape.num_elements() * t.dtype.size >= _LARGE_BYTES
+            t.shape.num_elements() * t.dtype.size >= LARGE_BYTES
             for t in tensors
         ]
         small = [t for t, it in zip(tensors, is_large, strict=True) if not it]

@@ -214,10 +214,9 @@ class _Run:
         )
 
     def _take(self, thread: int) -> int | None:
-        if self._next[thread]:
-            return self._next[thread].popleft()
-        if self._queues[thread]:
-            return self._queues[thread].popleft()
+        for own in (self._next[thread], self._queues[thread]):
+            if own:
+                return own.popleft()
         for other in self._queues:
             if other:
                 return other.pop()
@@ -225,22 +224,15 @@ class _Run:
 
     def _hand_out(self, thread: int, number: int) -> None:
         """Hands out what has got ready."""
-        expensive = None
+        cheap, expensive = self._next[thread], []
         for follower in self._followers[number]:
             self._num_missing[follower] -= 1
-            if self._num_missing[follower]:
-                continue
-            if self._nodes[follower].seconds < _CHEAP_SECONDS:
-                self._next[thread].append(follower)
-                continue
-            if expensive is not None:
-                self._queues[thread].appendleft(expensive)
-            expensive = follower
-        if expensive is not None:
-            if self._next[thread]:
-                self._queues[thread].appendleft(expensive)
-            else:
-                self._next[thread].append(expensive)
+            if not self._num_missing[follower]:
+                is_cheap = self._nodes[follower].seconds < _CHEAP_SECONDS
+                (cheap if is_cheap else expensive).append(follower)
+        if expensive and not cheap:
+            cheap.append(expensive.pop())
+        self._queues[thread].extendleft(expensive)
 
     def _begin(self, number: int) -> None:
         node = self._nodes[number]

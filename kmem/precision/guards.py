@@ -21,6 +21,7 @@ import tensorflow as tf
 from kmem.base.patching import attribute
 from kmem.base.private_keras import all_layers
 from kmem.base.private_tf import op_callbacks
+from kmem.graph.names import current_graph
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 # Keras casts their inputs to integers, or compares them with others.
@@ -198,8 +199,7 @@ def _watching(layer):
     """Lets `_watch` see what a layer computes."""
     running = vars(_thread).setdefault("running", [])
     if not running:
-        eager = tf.executing_eagerly()
-        _thread.graph = None if eager else tf.compat.v1.get_default_graph()
+        _thread.graph = current_graph()
     running.append(layer)
     # Each time, since replicas that come back from an all-reduce have lost it.
     # Nothing happens if it is there.

@@ -133,8 +133,7 @@ def set_scale(inner: keras.optimizers.Optimizer, saved: list) -> None:
         inner: The model's optimizer.
         saved: What `scale_of` returned.
     """
-    initial_scale, scale, steps = saved
-    _scales[inner] = initial_scale, scale, steps
+    _scales[inner] = tuple(saved)
     recall_scale(_wrapper(inner))
 
 

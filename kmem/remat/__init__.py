@@ -8,18 +8,9 @@ happens once, and is seen alike by both runs. What it does not do: choose what
 to wrap, which is planning.
 """
 
-from kmem.remat.gradient import is_repeating
-from kmem.remat.gradient import is_running
-from kmem.remat.gradient import is_watched
-from kmem.remat.gradient import recompute
-from kmem.remat.gradient import why_not_recomputable
-from kmem.remat.purity import NotRecomputable
-
-__all__ = [
-    "NotRecomputable",
-    "is_repeating",
-    "is_running",
-    "is_watched",
-    "recompute",
-    "why_not_recomputable",
-]
+from kmem.remat.gradient import is_repeating as is_repeating
+from kmem.remat.gradient import is_running as is_running
+from kmem.remat.gradient import is_watched as is_watched
+from kmem.remat.gradient import recompute as recompute
+from kmem.remat.gradient import why_not_recomputable as why_not_recomputable
+from kmem.remat.purity import NotRecomputable as NotRecomputable

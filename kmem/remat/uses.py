@@ -233,13 +233,7 @@ def keep_residuals(
     }
     for op in gradient:
         for index, tensor in enumerate(op.inputs):
-            output = first_outputs.get(_source(tensor).ref())
+            source = fusion.source(tensor, COPIES)
+            output = first_outputs.get(source.ref())
             if output is not None:
                 private_tf.replace_input(op, index, output)
-
-
-def _source(tensor: tf.Tensor) -> tf.Tensor:
-    """What a tensor is a copy of."""
-    while tensor.op.type in COPIES:
-        tensor = tensor.op.inputs[tensor.value_index]
-    return tensor

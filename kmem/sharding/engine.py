@@ -36,6 +36,7 @@ from typing import Any
 import tensorflow as tf
 
 from kmem.base import private_tf
+from kmem.base.patching import setting
 from kmem.launching.cluster import Cluster
 
 _GROUP_KEY = 7600
@@ -130,13 +131,12 @@ class Group(Engine):
         if self._watchdog is None:
             self._watchdog = threading.Thread(target=self._watch, daemon=True)
             self._watchdog.start()
-        token = _is_watched.set(True)
         self._deadline = time.monotonic() + times * self._timeout
         try:
-            yield
+            with setting(_is_watched, True):
+                yield
         finally:
             self._deadline = None
-            _is_watched.reset(token)
 
     def _watch(self) -> None:
         deadline = None

@@ -69,7 +69,7 @@ class Layout:
 
 
 # Arrays of at least so many bytes travel alone.
-_LARGE_BYTES = 2**18
+LARGE_BYTES = 2**18
 
 # What this process's gradients count in the sum; `None` counts them whole.
 _weight: contextvars.ContextVar[Callable | None] = contextvars.ContextVar(
@@ -313,7 +313,7 @@ def _in_calls(layouts, tensors, deed: Callable) -> list[tf.Tensor]:
     which are of one dtype."""
     alone, together = [], {}
     for i, (layout, tensor) in enumerate(zip(layouts, tensors, strict=True)):
-        if layout.num_elements * tensor.dtype.size >= _LARGE_BYTES:
+        if layout.num_elements * tensor.dtype.size >= LARGE_BYTES:
             alone.append([i])
         else:
             together.setdefault(tensor.dtype, []).append(i)

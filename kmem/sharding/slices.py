@@ -16,6 +16,7 @@ TensorFlow's own seed, with which Keras shuffles, is one in all of them.
 """
 
 import contextlib
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -267,17 +268,14 @@ def _assigned(variables: list) -> Iterator[dict[int, Any]]:
     """Collects the variables that are assigned within."""
     assigned: dict[int, Any] = {}
 
-    def noting(variable):
-        assign = getattr(variable, private_keras.ASSIGN)
-
-        def note(value):
-            assigned[id(variable)] = variable
-            assign(value)
-
-        return note
+    def noted(variable, assign, value):
+        assigned[id(variable)] = variable
+        assign(value)
 
     with patching.together(
-        patching.attribute(variable, private_keras.ASSIGN, noting(variable))
+        patching.method(
+            variable, private_keras.ASSIGN, functools.partial(noted, variable)
+        )
         for variable in variables
     ):
         yield assigned

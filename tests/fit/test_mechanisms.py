@@ -318,9 +318,9 @@ def test_an_input_pipeline_holds_the_arrays_and_a_few_batches():
     "options, num_traces",
     [
         ({"mixed_precision": "bfloat16"}, 1),
-        # Once more for what a loss divides by.
-        ({"gradient_accumulation_steps": 2}, 2),
-        ({"microbatches": 2}, 2),
+        # Once more for what a loss divides by, and to try one made by hand.
+        ({"gradient_accumulation_steps": 2}, 3),
+        ({"microbatches": 2}, 3),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else None,
 )
