@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -51,6 +52,7 @@ _KNOWN = frozenset({"keras", "keras_hub", "kmem"})
 # Those of `tf.random`, with which Keras draws too.
 _DRAWS = ("normal", "uniform", "truncated_normal")
 _ONE_ROW = "one_row_for_all"
+_CHANGING = re.compile("Assign|Print|PyFunc|ResourceScatter")
 
 
 @contextlib.contextmanager
@@ -79,10 +81,12 @@ def names(model, loss: Loss, take_step: Callable, specs) -> list[str]:
     is_known = loss.only_terms and not loss.may_compare and not _may_mix(model)
     if loss.comparing or is_known:
         return loss.comparing
-    replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if replicas > 1 or not _differs(model, loss, take_step, specs):
-        return []
-    return [f"the loss of {model.name}"]
+    # A trace would leave symbolic tensors with what was made to run eagerly.
+    is_one = tf.distribute.get_strategy().num_replicas_in_sync == 1
+    if is_one and not model.run_eagerly:
+        if _differs(model, loss, take_step, specs):
+            return [f"the loss of {model.name}"]
+    return []
 
 
 def _may_mix(model) -> bool:
@@ -140,6 +144,7 @@ def _differs(model, loss: Loss, take_step: Callable, specs) -> bool | None:
             capture.DiscardedState(),
             recording(terms, layers),
             _at_rest(layers),
+            tf.summary.record_if(False),
         ):
             update = batches.of_leaves(take_step, specs)(*rows)
         losses = [tf.cast(x, share.dtype) for x in tf.nest.flatten(update.loss)]
@@ -163,6 +168,8 @@ def _differs(model, loss: Loss, take_step: Callable, specs) -> bool | None:
         trace = releasing.function(loss_of)
         # Not within `init_scope`, which stops all tapes.
         trace = trace.get_concrete_function(number, totals, *given)
+        if _leaves_traces(trace.graph):
+            return None
         with tf.init_scope():
             arrays = _random(given)
             whole = tf.constant(1, tf.float64)
@@ -180,16 +187,17 @@ def _differs(model, loss: Loss, take_step: Callable, specs) -> bool | None:
     difference = np.abs(np.sum(apart, 1) - together).max()
     if difference <= tolerance * max(abs(together), np.abs(apart).max()):
         return False
-    is_known = np.isfinite(difference) and not _draws(trace.graph)
-    return True if is_known else None
+    return True if np.isfinite(difference) else None
 
 
-def _draws(graph: tf.Graph) -> bool:
-    """Whether a graph draws other numbers for each row."""
+def _leaves_traces(graph: tf.Graph) -> bool:
+    """Whether a graph assigns to what is no variable of Keras's, prints, calls
+    Python, or draws other numbers for each row."""
     nodes = graph.as_graph_def()
     functions = (function.node_def for function in nodes.library.function)
     return any(
-        RANDOM.search(node.op) and _ONE_ROW not in node.name
+        _CHANGING.search(node.op)
+        or (RANDOM.search(node.op) and _ONE_ROW not in node.name)
         for node in itertools.chain(nodes.node, *functions)
     )
 

@@ -231,6 +231,55 @@ def test_a_step_that_fails_on_random_numbers_is_not_named():
     model.fit(-abs(X) - 1, batch_size=4, verbose=0, microbatches=2)
 
 
+COUNTER = tf.Variable(0)
+GENERATOR = tf.random.Generator.from_seed(1)
+KEPT = []
+
+
+def counts(errors, divergence):
+    with tf.control_dependencies([COUNTER.assign_add(1)]):
+        return tf.reduce_sum(errors)
+
+
+def drawn(errors, divergence):
+    return ops.sum(errors) * GENERATOR.normal([])
+
+
+def calls_python(errors, divergence):
+    tf.py_function(lambda: KEPT.append(1), [], [])
+    return ops.sum(errors)
+
+
+def kept(errors, divergence):
+    KEPT.append(ops.sum(errors))
+    return KEPT[-1]
+
+
+def test_what_a_step_changes_besides_is_changed_by_itself_alone():
+    """It is not tried then, as it may be seen."""
+    trained(Autoencoder(counts))
+    # Two batches, each in two parts.
+    assert int(COUNTER) == 4
+
+    trained(Autoencoder(calls_python))
+    assert len(KEPT) == 4
+
+    before = tf.random.Generator.from_seed(1)
+    trained(Autoencoder(drawn))
+    for _ in range(4):
+        before.normal([])
+    assert np.array_equal(GENERATOR.state, before.state)
+
+
+def test_a_step_that_is_made_to_run_eagerly_is_not_traced():
+    KEPT.clear()
+    model = kmem.wrap(Autoencoder(kept))
+    model(X[:1])
+    model.compile("sgd", run_eagerly=True)
+    model.fit(X, batch_size=8, verbose=0, microbatches=2)
+    assert not any(map(tf.is_symbolic_tensor, KEPT))
+
+
 def test_trying_a_step_changes_nothing():
     seed = keras.random.SeedGenerator(1)
     model = Autoencoder(
