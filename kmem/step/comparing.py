@@ -52,6 +52,7 @@ _KNOWN = frozenset({"keras", "keras_hub", "kmem"})
 # Those of `tf.random`, with which Keras draws too.
 _DRAWS = ("normal", "uniform", "truncated_normal")
 _ONE_ROW = "one_row_for_all"
+# Operations that are seen to have run.
 _CHANGING = re.compile("Assign|Print|PyFunc|ResourceScatter")
 
 
