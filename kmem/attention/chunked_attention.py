@@ -216,8 +216,14 @@ class ChunkedAttention(Mechanism):
 def _is_keras_own(layer) -> bool:
     """Whether a layer attends as Keras's own do."""
     name = private_keras.COMPUTE_ATTENTION
-    own = [getattr(kind, name) for kind in _KINDS]
-    return isinstance(layer, _KINDS) and getattr(type(layer), name) in own
+    return any(
+        isinstance(layer, kind) and getattr(type(layer), name) is compute
+        for kind, compute in _OWN.items()
+    )
+
+
+# As they are at import: what is put in their place later is not Keras's.
+_OWN = {kind: getattr(kind, private_keras.COMPUTE_ATTENTION) for kind in _KINDS}
 
 
 def _of_rank_4(mask: tf.Tensor) -> Any:
