@@ -90,18 +90,16 @@ def figure(timeline: Timeline) -> "Figure":
     scale, unit = drawing.scale(peak)
     drawing.bands(memory, edges, kinds, scale)
     memory.set(xlabel="progress of the step, %", ylabel=f"in use, {unit}")
-    title = (
-        f"A step of {timeline.batch_size} examples: {format_size(peak)} "
-        "at the peak"
-    )
+    size = format_size(peak)
+    title = f"A step of {timeline.batch_size} examples: {size} at the peak"
     drawing.finish(memory, title, columns_below=6)
     for place, tensor in enumerate(timeline.tensors[:_NUM_NAMES]):
         words = (
             f" {place + 1}. {tensor.name}: {format_size(tensor.num_bytes)}, "
             f"{tensor.dtype}{list(tensor.shape)}"
         )
-        size = tensor.num_bytes / scale
-        names.barh(place, size, 0.45, **drawing.pattern(tensor.kind))
+        length = tensor.num_bytes / scale
+        names.barh(place, length, 0.45, **drawing.pattern(tensor.kind))
         names.text(0, place - 0.28, words, va="bottom", fontsize=8)
     names.set(ylim=(_NUM_NAMES - 0.5, -0.8), yticks=[])
     names.set_xlabel(f"the largest tensors at the peak, {unit}")

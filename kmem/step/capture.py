@@ -67,7 +67,11 @@ class Update:
 
 @contextlib.contextmanager
 def capturing(
-    model, optimizer, adds_up: bool = False, until_loss: bool = False
+    model,
+    optimizer,
+    adds_up: bool = False,
+    until_loss: bool = False,
+    rows: int | None = None,
 ) -> Iterator[Update]:
     """Collects the one update that a step makes, instead of making it.
 
@@ -76,6 +80,7 @@ def capturing(
         adds_up: Whether its gradients are added to others.
         until_loss: Raise `LossReached` once the step scales its loss, asks
             for gradients of variables, or applies them.
+        rows: How many examples the step is given, if it is known.
 
     Raises:
         CannotSplit: If the step makes a second update, whose gradients would
@@ -92,9 +97,12 @@ def capturing(
         _refuse_changed_gradients(model)
 
     def see(loss):
-        # A loss function may give a Python number.
-        shapes = [getattr(x, "shape", ()) for x in tf.nest.flatten(loss)]
-        update.sums_rows = all(len(shape) > 0 for shape in shapes)
+        # A loss function may give a Python number, or one with axes of 1.
+        shapes = (getattr(x, "shape", ()) for x in tf.nest.flatten(loss))
+        update.sums_rows = all(
+            shape.rank and (rows == 1 or shape.num_elements() != 1)
+            for shape in map(tf.TensorShape, shapes)
+        )
         if until_loss:
             update.loss = loss
             raise LossReached

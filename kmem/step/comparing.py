@@ -36,10 +36,7 @@ from kmem.step.multiples import RANDOM
 # Two halves, in two ways, as one may be the same by chance; not of one row, of
 # which an axis may be left out.
 _ROWS, _ALL = 4, slice(None)
-_HALVES = (
-    (slice(0, 2), slice(2, 4)),
-    (slice(0, 4, 2), slice(1, 4, 2)),
-)
+_HALVES = ((slice(0, 2), slice(2, 4)), (slice(0, 4, 2), slice(1, 4, 2)))
 # A size that is not known, and the largest that is tried where all are many.
 _UNKNOWN, _SMALL = 2, 8
 _MANY = 2**20

@@ -190,6 +190,7 @@ class GradientStep:
         share = tf.cast(rows, tf.float64) / tf.cast(batch_rows, tf.float64)
         weight = share if self._splits else None
         layers = all_layers(self._model)
+        num_rows = batches.num_rows(data)
         updates = []
         # Before the step proper, so that they draw the same random numbers.
         for group in apart:
@@ -197,7 +198,7 @@ class GradientStep:
             with (
                 capture.DiscardedState(),
                 recording(terms, layers),
-                self._capturing() as update,
+                self._capturing(rows=num_rows) as update,
                 self._processes.weighing(share, update),
             ):
                 self._train_step(data)
@@ -206,7 +207,7 @@ class GradientStep:
         with (
             recording(terms, layers),
             metrics.counting_share(self._model, share) as results,
-            self._capturing() as update,
+            self._capturing(rows=num_rows) as update,
             self._processes.weighing(share, update),
         ):
             logs = ordering.one_by_one(self._train_step, data)

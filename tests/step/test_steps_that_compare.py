@@ -55,6 +55,10 @@ def each(errors, divergence):
     return errors + divergence
 
 
+def mean_with_an_axis(errors, divergence):
+    return ops.mean(errors + divergence, keepdims=True)
+
+
 def ratio(errors, divergence):
     return ops.sum(errors) / ops.sum(divergence)
 
@@ -133,7 +137,7 @@ def test_a_step_with_a_gradient_in_its_loss_is_tried():
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("loss", [mean, each])
+@pytest.mark.parametrize("loss", [mean, mean_with_an_axis, each])
 def test_what_is_not_named_has_the_gradient_of_the_whole_batch(loss, eager):
     def weights(**options):
         keras.utils.set_random_seed(0)
