@@ -26,7 +26,6 @@ from kmem.budget import planner
 from kmem.budget.training import BudgetedSession
 from kmem.fit.requirements import check
 from kmem.fit.session import Session
-from kmem.planning.plan import Plan
 from kmem.sharding.resuming import ShardedCheckpoint as ShardedCheckpoint
 from kmem.step import batches
 
@@ -116,9 +115,9 @@ class MemoryOptions(EndOfGroup):
             # It chooses when the first batch comes.
             self._begin(BudgetedSession.of(self.model, self.options))
         elif remat is None:
-            self._install()
+            self._begin(Session.of(self.model, self.options))
         elif remat.plan is not None:
-            self._install(planner.plan_for(self.model, self.options, None))
+            self._begin(planner.session_for(self.model, self.options, None))
         else:
             self._plan_later()
 
@@ -140,14 +139,10 @@ class MemoryOptions(EndOfGroup):
             model.train_function = plain
             data = next(iterator)
             batch = batches.specs_of(data)
-            self._install(planner.plan_for(model, self.options, batch))
+            self._begin(planner.session_for(model, self.options, batch))
             return model.train_function(iter([data]))
 
         model.train_function = first_step
-
-    def _install(self, plan: Plan | None = None):
-        model: Any = self.model
-        self._begin(Session.of(model, self.options, plan))
 
     def _begin(self, session):
         self._session = session

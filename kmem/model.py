@@ -310,11 +310,15 @@ def _session(model, options: MemoryOptions, arguments):
     batch = pipeline.fit_batch(arguments)
     reserved = 0 if batch is None else pipeline.held_bytes(arguments, batch)
     if options.memory_budget is None:
-        plan = planner.plan_for(model, options, batch, reserved, verbose)
-        return Session.of(model, options, plan)
+        return planner.session_for(
+            *(model, options, batch, reserved, verbose),
+            traces_again=pipeline.may_change_model(arguments),
+        )
     session = BudgetedSession.of(model, options, verbose)
     if batch is not None:
-        session.prepare(batch, reserved)
+        spec = pipeline.graph_spec(arguments, batch)
+        changes = pipeline.may_change_model(arguments)
+        session.prepare(batch, spec, reserved, changes)
         validation = pipeline.validation_batch(arguments)
         if validation is not None:
             examples = pipeline.first_examples(arguments, count=3)
@@ -338,17 +342,17 @@ def _train_on_batch_under(model, keras_train_on_batch, args, kwargs):
     if asked != options or not session.trains():
         _end_train_on_batch(model)
         check(model, options)
-        plan = None
-        if options.remat is not None:
+        if options.memory_budget is not None:
+            session = BudgetedSession.of(model, options)
+        elif options.remat is None:
+            session = Session.of(model, options)
+        else:
             given = inspect.signature(keras_train_on_batch)
             given = given.bind(*args, **kwargs).arguments
             names = ("x", "y", "sample_weight")
             data = keras.utils.pack_x_y_sample_weight(*map(given.get, names))
-            plan = planner.plan_for(model, options, batches.specs_of(data))
-        if options.memory_budget is None:
-            session = Session.of(model, options, plan)
-        else:
-            session = BudgetedSession.of(model, options)
+            batch = batches.specs_of(data)
+            session = planner.session_for(model, options, batch)
         session.install(test_step=False)
         object.__setattr__(model, _SESSION, (options, session))
     return keras_train_on_batch(*args, **kwargs)

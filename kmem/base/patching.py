@@ -194,3 +194,28 @@ def _set(instance, name: str, value) -> None:
         own.__delattr__(instance, name)
     else:
         own.__setattr__(instance, name, value)
+
+
+def guarded(session, name: str, function: Callable) -> Callable:
+    """A function that takes its session off by itself.
+
+    It does when it raises, or is called in a later `fit`.
+    """
+    model = session.model
+    history = model.history
+
+    def call(iterator):
+        # Every `fit` has a history of its own.
+        if model.history is not history:
+            session.remove()
+            getattr(model, f"make_{name}")()
+            return getattr(model, name)(iterator)
+        try:
+            return function(iterator)
+        except StopIteration:
+            raise
+        except BaseException:
+            session.remove(failed=True)
+            raise
+
+    return call

@@ -51,6 +51,7 @@ def choose(
     budget_bytes: int,
     reserved_bytes: int = 0,
     verbose: int = 0,
+    spec: Any = None,
 ) -> tuple[Session, MemoryReport]:
     """Takes what an earlier run chose for a budget, or looks for the fastest.
 
@@ -63,6 +64,7 @@ def choose(
         budget_bytes: The device's peak during a step.
         reserved_bytes: What of it is not to be used.
         verbose: 1 shows progress.
+        spec: What `fit`'s graph knows of the batches.
 
     Returns:
         What trains so, and what there was to choose from.
@@ -88,7 +90,7 @@ def choose(
     in_use = agreeing.highest(agreeing.processes(given), in_use)
     may_differ = "batch_statistics" in options.allow
     room = budget_bytes - reserved_bytes
-    menu = Menu(model, batch, room, in_use, verbose)
+    menu = Menu(model, batch, room, in_use, verbose, spec)
     search = Search(menu, may_differ)
 
     def in_fit(choice: Choice) -> Choice:

@@ -20,6 +20,10 @@ from kmem.base import private_tf
 from kmem.budget import tuning
 from kmem.fit import undoing
 from kmem.fit.session import Session
+from kmem.keras_graph.recording import Recording
+from kmem.options import MemoryOptions
+from kmem.planning.network import Segment
+from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
 from kmem.sharding.engine import Engine
 from kmem.step import batches
@@ -87,6 +91,47 @@ def of_session(session: Session, batch: Any) -> Measurement | None:
     changed = session.changes.variables
     training = installed(session)
     return dry_run(session.model, batch, changed, training, group=group)
+
+
+class Runner:
+    """Runs a model's step by plans.
+
+    Attributes:
+        sessions: What ran the last one, by its segments. Others would take
+            memory.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        batch: Any,
+        options: MemoryOptions,
+        recording: Recording,
+    ):
+        self._given = model, options
+        self._batch = batch
+        self._recording = recording
+        self._group = agreeing.processes(options)
+        self.sessions: dict[tuple[Segment, ...], Session] = {}
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a step can be run, and its bytes are counted."""
+        model, _ = self._given
+        strategy = model.distribute_strategy
+        # Several workers would have to agree on what to run.
+        alone = strategy.num_replicas_in_sync == 1 or isinstance(
+            strategy, tf.distribute.MirroredStrategy
+        )
+        return model.compiled and alone and memory.is_counted()
+
+    def __call__(self, plan: Plan) -> Measurement | None:
+        """What it takes; `None` if it ran out of memory."""
+        self.sessions.clear()
+        session = Session(*self._given, plan, recording=self._recording)
+        measurement = of_session(session, self._batch)
+        self.sessions[plan.segments] = session
+        return measurement and measurement.agreed(self._group)
 
 
 @contextlib.contextmanager

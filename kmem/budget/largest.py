@@ -22,7 +22,6 @@ from kmem.base.sizes import format_size
 from kmem.base.sizes import parse_size
 from kmem.budget import dry_run
 from kmem.budget.dry_run import Measurement
-from kmem.budget.trial import any_size
 from kmem.fit.session import Session
 from kmem.graph import releasing
 from kmem.options import MemoryArguments
@@ -146,7 +145,8 @@ class _Steps:
         # Without an option plain Keras trains, in any order.
         ordered = options != MemoryOptions()
         self._session = Session(model, options, ordered=ordered)
-        self._step = any_size(self._session, self._batch)
+        specs = batches.with_rows(self._batch, None)
+        self._step = self._session.on_batch(specs)
         self._test = _any_size_test(model, self._batch)
         self.num_runs = 0
 
@@ -160,15 +160,15 @@ class _Steps:
         changes.build(specs)
         try:
             with changes.undone():
-                data = batches.leaves(batches.random_data(specs))
+                data = batches.random_data(specs)
                 with dry_run.installed(self._session):
                     measured = dry_run.measured(
-                        *(lambda: self._step(*data), Engine()),
+                        *(lambda: self._step(data), Engine()),
                         is_traced=is_traced,
                     )
                 # Validation sees the whole batch at once.
                 with device_memory.track() as usage:
-                    self._test(*data)
+                    self._test(*batches.leaves(data))
         except tf.errors.ResourceExhaustedError:
             measured = None
         gc.collect()

@@ -38,6 +38,7 @@ class Menu:
         room: The budget, less what of it is not to be used.
         in_use: What is in memory before a step, in bytes.
         verbose: 1 shows progress.
+        spec: What `fit`'s graph knows of the batches.
 
     Attributes:
         target: The peak that a step may have.
@@ -47,7 +48,13 @@ class Menu:
     """
 
     def __init__(
-        self, model: Any, batch: Any, room: int, in_use: int, verbose: int
+        self,
+        model: Any,
+        batch: Any,
+        room: int,
+        in_use: int,
+        verbose: int,
+        spec: Any = None,
     ):
         self.model = model
         self.batch = batch
@@ -55,6 +62,7 @@ class Menu:
         self.target = int((1 - tuning.MARGIN) * room)
         self.most_trials = 1
         self._verbose = verbose
+        self._spec = spec
         self._num_trials = 0
         self.remat = Remat(budget=max(room, 1))
         self._batch_size = batches.num_rows(batch) or 1
@@ -156,7 +164,7 @@ class Menu:
             recording = drawing.recording(size)
         return Trial(
             *(self.model, self.batch, options, drawing, self.key),
-            *(plan, recording),
+            *(plan, recording, self._spec),
         )
 
     def drawn(self, options: MemoryOptions, count: int) -> Choice | None:
@@ -181,7 +189,9 @@ class Menu:
         """The fastest plan that is expected to fit; the smallest if that is
         nearly so."""
         chooser = self.chooser(options, count)
-        room = self.target - self.in_use - self._more_bytes(options, count)
+        # One that needs a little more than expected is traced in vain.
+        target = int((1 - tuning.MARGIN) * self.target)
+        room = target - self.in_use - self._more_bytes(options, count)
         try:
             return chooser.within(room)
         except InfeasibleBudget as error:

@@ -6,13 +6,11 @@ run and corrected (correction.py).
 
 import dataclasses
 import gc
-from collections.abc import Callable
 from typing import Any
 from typing import Literal
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from kmem import memory
 from kmem.base.private_keras import all_layers
@@ -20,7 +18,6 @@ from kmem.budget import dry_run
 from kmem.budget import tuning
 from kmem.budget.correction import Corrector
 from kmem.budget.correction import Learned
-from kmem.budget.dry_run import Measurement
 from kmem.fit.mechanisms import as_in_a_step
 from kmem.fit.session import Session
 from kmem.fit.undoing import Changes
@@ -98,17 +95,20 @@ def plan(
     """
     options = MemoryOptions(remat=Remat(budget=budget, solver=solver))
     specs = batches.specs_of(batch)
-    return make_plan(model, specs, options, costs, verbose)
+    plan, *_ = make_plan(model, specs, options, costs, verbose)
+    return plan
 
 
-def plan_for(
+def session_for(
     model: keras.Model,
     options: MemoryOptions,
     batch: Any,
     reserved_bytes: int = 0,
     verbose: int = 0,
-) -> Plan:
-    """The plan that `options.remat` asks for: the one given, or one made now.
+    traces_again: bool = True,
+) -> Session:
+    """What trains by the plan that `options.remat` asks for: the one given,
+    one of an earlier `fit` that still fits, or one made now.
 
     Args:
         model: The model, which is built if need be.
@@ -117,6 +117,8 @@ def plan_for(
             if that is not known.
         reserved_bytes: What the device holds besides, and does not yet.
         verbose: 1 shows progress.
+        traces_again: Whether what is traced for the plan may not be used: the
+            model may change until it trains.
 
     Raises:
         ValueError: If the plan is for other batches, if none fits in the
@@ -133,20 +135,48 @@ def plan_for(
     if given is not None:
         plan = given if isinstance(given, Plan) else Plan.load(given)
         _check_batch(plan, options, batch)
-        return plan
+        return Session.of(model, options, plan)
     if batch is None:
         raise ValueError(
             "`remat` must be a `kmem.Plan` if the shapes of the batches are "
             "not known: make one with `kmem.plan(model, batch)`. "
             f"Received: remat={remat.budget!r}"
         )
-    plan = make_plan(
-        *(model, batch, options, "measured", verbose, reserved_bytes),
-        argument="remat",
-    )
+    asked = options, batches.to_json(batch), reserved_bytes
+    plan = _kept(model, options, batch, asked)
+    if plan is not None:
+        session = Session.of(model, options, plan)
+    else:
+        plan, in_use, made = make_plan(
+            *(model, batch, options, "measured", verbose, reserved_bytes),
+            argument="remat",
+        )
+        if made is not None and traces_again:
+            made.trace_again()
+        session = Session.of(model, options, plan, made)
+        session.planned = asked, plan, in_use
     if verbose:
         print(plan.summary())
-    return plan
+    return session
+
+
+def _kept(
+    model: Any, options: MemoryOptions, batch: Any, asked: tuple
+) -> Plan | None:
+    """The plan by which the model trained before, if it was not compiled
+    again since, and stays within the budget with what is in memory now."""
+    in_use = in_use_bytes(model, batch, options)
+    in_use = agreeing.highest(agreeing.processes(options), in_use)
+    for session in Session.earlier(model):
+        earlier, plan, before = session.planned or (None, None, 0)
+        if plan is None or earlier != asked:
+            continue
+        resident = plan.resident_bytes + in_use - before
+        plan = dataclasses.replace(plan, resident_bytes=resident)
+        budget = plan.budget_bytes
+        if budget is None or plan.predicted_peak_bytes <= budget:
+            return plan
+    return None
 
 
 def make_plan(
@@ -157,10 +187,14 @@ def make_plan(
     verbose: int,
     reserved_bytes: int = 0,
     argument: str = "budget",
-) -> Plan:
+) -> tuple[Plan, int, Session | None]:
     """Plans a step under the options, of which `remat` tells the budget.
 
     What is learned of a model serves all models of the same structure.
+
+    Returns:
+        The plan, the bytes that were in memory, and what ran the plan if that
+        was just now.
     """
     remat = options.remat or Remat()
     mode = profiling.mode(model, options)
@@ -195,11 +229,12 @@ def make_plan(
     _learned[key] = learned
     while len(_learned) > tuning.MAX_KEPT:
         _learned.pop(next(iter(_learned)))
+    run = dry_run.Runner(model, batch, options, recording)
     corrector = Corrector(
-        *(learned, microbatch, mode, in_use),
-        _runner(model, batch, options, recording),
+        *(learned, microbatch, mode, in_use), run if run.can_run else None
     )
-    return corrector.plan(remat.budget, reserved_bytes, argument)
+    plan = corrector.plan(remat.budget, reserved_bytes, argument)
+    return plan, in_use, run.sessions.get(plan.segments)
 
 
 class Drawing:
@@ -308,27 +343,6 @@ def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
         held += batches.num_bytes(batch)
         held += batches.num_bytes(model.trainable_variables)
     return held
-
-
-def _runner(
-    model: keras.Model, batch, options: MemoryOptions, recording: Recording
-) -> Callable[[Plan], Measurement | None] | None:
-    """What runs the model's step by a plan, if that can be done."""
-    strategy = model.distribute_strategy
-    # Several workers would have to agree on what to run.
-    alone = strategy.num_replicas_in_sync == 1 or isinstance(
-        strategy, tf.distribute.MirroredStrategy
-    )
-    if not (model.compiled and alone and memory.is_counted()):
-        return None
-    group = agreeing.processes(options)
-
-    def run(plan: Plan) -> Measurement | None:
-        session = Session(model, options, plan, recording=recording)
-        measurement = dry_run.of_session(session, batch)
-        return measurement and measurement.agreed(group)
-
-    return run
 
 
 def build(model: keras.Model, batch) -> None:

@@ -24,6 +24,7 @@ import keras
 import tensorflow as tf
 
 from kmem import memory
+from kmem.base import patching
 from kmem.base.sizes import format_size
 from kmem.budget import choosing
 from kmem.budget import tuning
@@ -38,7 +39,6 @@ from kmem.fit import pipeline
 from kmem.fit import undoing
 from kmem.fit.session import Session
 from kmem.fit.session import compiled_state
-from kmem.fit.session import guarded
 from kmem.options import MemoryOptions
 from kmem.sharding import agreeing
 from kmem.step import batches
@@ -64,21 +64,15 @@ class _Bucket:
     is_least: bool = False
     num_steps: int = 0
     reader: undoing.Reader | None = None
-    # Takes a step; traced for a batch (its specs), with summaries or without.
-    function: Any = None
-    traced_for: tuple[str, bool] = "", False
+    # Whether steps write summaries, as the search's do not.
+    writes: bool = False
 
     def step(self, spec: Any) -> Callable:
         """Takes a step with a batch, of which `fit` knows this."""
-        writes = self.traced_for[1] or tf.summary.should_record_summaries()
-        if self.traced_for != (repr(spec), writes):
-            self.traced_for = repr(spec), writes
-            # The search's writes none and, for any size, rounds otherwise.
-            is_whole = self.session.options.num_parts == 1
-            if writes or (is_whole and batches.num_rows(spec) is not None):
-                self.session.trace_again()
-            self.function = self.session.on_batch(spec)
-        return self.function
+        if not self.writes and tf.summary.should_record_summaries():
+            self.writes = True
+            self.session.trace_again()
+        return self.session.on_batch(spec)
 
     def read_state(self) -> undoing.Reader:
         """Reads what a step changes; the first one may make variables."""
@@ -135,17 +129,23 @@ class BudgetedSession:
         object.__setattr__(model, _SESSIONS, {options: session})
         return session
 
-    def prepare(self, batch, reserved_bytes: int) -> None:
+    def prepare(
+        self, batch, spec, reserved_bytes: int, traces_again: bool
+    ) -> None:
         """Chooses for `fit`, before its input pipeline runs beside.
 
         Args:
             batch: Its first batch, as `tf.TensorSpec`s.
+            spec: What its graph knows of all of them.
             reserved_bytes: What the device will hold besides.
+            traces_again: Whether the search's traces may not be used: the
+                model may change until it trains.
         """
         if self._covering(batch) is None:
+            self._spec = spec
             bucket = self._choose(batch, reserved_bytes)
-            # Callbacks may change what a trace has read.
-            bucket.session.trace_again()
+            if traces_again:
+                bucket.session.trace_again()
 
     def prepare_validation(self, batch, examples, reserved_bytes: int) -> None:
         """The same for `fit`'s validation; see `BudgetedInference`."""
@@ -199,7 +199,7 @@ class BudgetedSession:
         for name, function in functions.items():
             self._plain[name] = getattr(model, name)
             if guard:
-                function = guarded(self, name, function)
+                function = patching.guarded(self, name, function)
             self._functions[name] = function
         self._put_on()
         if self._bucket is not None:
@@ -294,6 +294,7 @@ class BudgetedSession:
                 agreeing.lowest(self._group, room),
                 reserved_bytes + self._less,
                 self._verbose,
+                self._spec,
             )
         in_use = report.in_use_bytes + reserved_bytes
         bucket = _Bucket(batch, session, report, in_use)

@@ -75,6 +75,8 @@ class Trial:
         key: What the model's steps are known by, if others' are alike.
         plan: What the step recomputes, if it does.
         recording: What the plan was made from.
+        spec: What `fit`'s graph knows of its batches. A step by a plan with a
+            whole batch is traced for it, and needs not be traced again.
 
     Attributes:
         plan: As given.
@@ -90,6 +92,7 @@ class Trial:
         key: str,
         plan: Plan | None = None,
         recording: Recording | None = None,
+        spec: Any = None,
     ):
         self._model = model
         self._batch = batch
@@ -101,6 +104,7 @@ class Trial:
         self._options = options
         self.plan = plan
         self._recording = recording
+        self._spec = batches.with_rows(batch, None) if spec is None else spec
         self._drawing = drawing
         self._group = agreeing.processes(options)
         rest = dataclasses.replace(options, remat=None)
@@ -197,21 +201,15 @@ class Trial:
                 *(self._model, self._options, self.plan),
                 recording=self._recording,
             )
-            self._step = any_size(self.session, self._batch)
+            any_size = batches.with_rows(self._batch, None)
+            is_whole = self.plan and self.rows(size) == self._num_rows
+            spec = self._spec if is_whole else any_size
+            self._step = self.session.on_batch(spec)
         specs = batches.with_rows(self._batch, self.rows(size))
         self.session.changes.build(specs)
         with self.session.changes.undone():
-            data = batches.leaves(batches.random_data(specs))
-            yield lambda: self._step(*data)
-
-
-def any_size(session: Session, batch: Any) -> Callable:
-    """A session's step as a function of the tensors of a batch of any size."""
-    specs = batches.with_rows(batch, None)
-    run = batches.of_leaves(session.on_batch(), specs)
-    if not session.is_traceable:
-        return run
-    return session.traced(run, batches.leaves(specs))
+            data = batches.random_data(specs)
+            yield lambda: self._step(data)
 
 
 def longest_in_turns(*two: tuple[Trial, int]) -> float:

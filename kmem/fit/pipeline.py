@@ -20,6 +20,16 @@ from kmem.step import batches
 
 BATCHES_READY = 3
 _KERAS_BATCH_SIZE = 32  # What `fit` takes if it is not told.
+# Callbacks that call nobody's functions, and write no summaries.
+_CHANGING_NO_STEP = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.History,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.TerminateOnNaN,
+)
 
 
 def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
@@ -68,6 +78,34 @@ def batch_rows(arguments: MutableMapping[str, Any]) -> int | None:
     share = 1 - (arguments.get("validation_split") or 0)
     batch_size = arguments.get("batch_size") or _KERAS_BATCH_SIZE
     return min(batch_size, int(total * share))
+
+
+def graph_spec(arguments: Mapping[str, Any], batch: Any) -> Any:
+    """What Keras's graph knows of batches of which the first one is given.
+
+    Where that is not sure, any number of examples: the step is traced again
+    when they come.
+    """
+    x = arguments.get("x")
+    if isinstance(x, tf.data.Dataset):
+        return x.element_spec
+    rows, total = batches.num_rows(batch), batches.num_rows(x)
+    share = 1 - (arguments.get("validation_split") or 0)
+    if rows and total and int(total * share) % rows == 0:
+        return batch
+    return batches.with_rows(batch, None)
+
+
+def may_change_model(arguments: Mapping[str, Any]) -> bool:
+    """Whether something that a trace reads may be another one in the first
+    step: a layer's attributes after callbacks, or what writes summaries."""
+    if tf.summary.should_record_summaries():
+        return True
+    callbacks = arguments.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return True
+    given = keras.tree.flatten(callbacks or [])
+    return any(type(each) not in _CHANGING_NO_STEP for each in given)
 
 
 def validation_batch(arguments: MutableMapping[str, Any]) -> Any:

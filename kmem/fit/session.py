@@ -34,6 +34,7 @@ from kmem.keras_graph.recording import Recording
 from kmem.options import MemoryOptions
 from kmem.planning.plan import Plan
 from kmem.sharding.training import ShardedTraining
+from kmem.step import batches
 from kmem.step import updates
 from kmem.step.capture import has_default_step
 from kmem.step.parts import Alone
@@ -54,46 +55,49 @@ class Session:
     Args:
         model: A compiled `keras.Model`.
         plan: What `options.remat` recomputes.
-        is_users: Whether a user trains: a step that fails is undone then, and
-            layers that see parts of batches are named.
         recording: What the plan was made from, if that was just now.
         ordered: Whether a step runs its operations in one order, and so
             needs the same memory each time.
+
+    Attributes:
+        planned: For the planner: what was asked for, the plan, and the bytes
+            that were in memory when it was made.
 
     Raises:
         ValueError: If the model is not compiled, or an option cannot work
             with it.
     """
 
+    planned: tuple[tuple, Plan, int] | None = None
+
     def __init__(
         self,
         model: keras.Model,
         options: MemoryOptions,
         plan: Plan | None = None,
-        is_users: bool = False,
         recording: Recording | None = None,
         ordered: bool = True,
     ):
         requirements.check(model, options)
-        if is_users and model.jit_compile and not options.allows_xla:
-            warnings.warn(_UNCOMPILED, stacklevel=2)
         self.model = model
         self.options = options
         self._compiled = compiled_state(model)
-        self._warns = is_users
+        self._is_users = self._is_traced = False
         self._ordered = ordered
         self._steps = {k: getattr(model, f"{k}_step") for k in _KINDS}
         self._made: dict[str, Callable] = {}
+        # By what a graph knows of its batches.
+        self._of_batches: dict[str, Callable] = {}
         # By name: what is on the model, and what was there before.
         self._installed: dict[str, tuple[Callable, Any]] = {}
-        self._put_together(plan, is_users, recording)
+        self._put_together(plan, recording)
 
     def _put_together(
-        self, plan: Plan | None, is_users: bool, recording: Recording | None
+        self, plan: Plan | None, recording: Recording | None
     ) -> None:
         """Makes the mechanisms, the outermost first."""
         model, options, optimizer = self.model, self.options, None
-        mixed = evicting = planned = sharded = undoing = None
+        mixed = evicting = planned = sharded = self._undoing = None
         if options.mixed_precision is not None:
             mixed = Mixed(model, options.mixed_precision)
             optimizer = mixed.optimizer
@@ -135,11 +139,17 @@ class Session:
             )
         # Where several processes train, one that fails ends all of them.
         replicas = model.distribute_strategy.num_replicas_in_sync
-        if is_users and processes.num_processes == replicas == 1:
-            undoing = Undoing(model, self.changes)
+        if processes.num_processes == replicas == 1:
+            self._undoing = Undoing(model, self.changes)
         together = (evicting, mixed, sharded, planned)
-        together += (*in_chunks(model, options), self.step, undoing)
+        together += (*in_chunks(model, options), self.step, self._undoing)
         self._mechanisms = [each for each in together if each is not None]
+
+    @classmethod
+    def earlier(cls, model: Any) -> list["Session"]:
+        """Those of earlier `fit`s that may be used again."""
+        sessions, now = vars(model).get(_SESSIONS, {}), compiled_state(model)
+        return [each for each in sessions.values() if each._compiled == now]
 
     @classmethod
     def of(
@@ -147,17 +157,37 @@ class Session:
         model: keras.Model,
         options: MemoryOptions,
         plan: Plan | None = None,
+        made: "Session | None" = None,
     ) -> "Session":
-        """The model's session under these options, from an earlier `fit` if
-        the model was not compiled again since."""
+        """The model's session under these options, in which a user trains:
+        from an earlier `fit` if the model was not compiled again since.
+
+        Args:
+            made: One of them, if it was made just now.
+        """
         sessions = vars(model).get(_SESSIONS, {})
-        key = options, plan
+        # What a plan predicts differs with what else is in memory.
+        key = options, plan and (plan.segments, plan.batch)
         session = sessions.pop(key, None)
         if session is None or session._compiled != compiled_state(model):
-            session = cls(model, options, plan, is_users=True)
+            session = made or cls(model, options, plan)
         others = list(sessions.items())[1 - _MAX_SESSIONS :]
         object.__setattr__(model, _SESSIONS, dict([*others, (key, session)]))
+        session._give_to_user()
         return session
+
+    def _give_to_user(self) -> None:
+        """From now on a step that fails is undone, and layers that see parts
+        of batches are named."""
+        if self._is_users:
+            return
+        self._is_users = True
+        if self.model.jit_compile and not self.options.allows_xla:
+            warnings.warn(_UNCOMPILED, stacklevel=2)
+        if self._undoing is not None:
+            self._undoing.is_on = True
+        if self._is_traced:
+            self.step.warn_of_parts()
 
     def install(self, test_step: bool = True, guard: bool = False) -> None:
         """Gives the model functions that train, and test, under the options.
@@ -175,7 +205,7 @@ class Session:
         for name, function in self._made.items():
             if name == "train_function" or every:
                 if guard:
-                    function = guarded(self, name, function)
+                    function = patching.guarded(self, name, function)
                 plain = getattr(self.model, name)
                 self._installed[name] = function, plain
                 setattr(self.model, name, function)
@@ -216,6 +246,12 @@ class Session:
                 `tf.TensorSpec`s. Keras weighs some logs by the number of rows
                 if the graph knows it.
         """
+        takes = self._of_batches
+        if repr(spec) in takes:
+            return takes[repr(spec)]
+        if takes:
+            # What is traced for batches of any size rounds otherwise.
+            self._made = {}
         self._make_functions()
         function = self._made["train_function"]
 
@@ -224,21 +260,15 @@ class Session:
 
         if spec is None or not self.is_traceable:
             return run
-        return self.traced(run, [spec])
-
-    def traced(self, run: Callable, signature: list) -> Callable:
-        """A graph of a function that takes steps of `on_batch`.
-
-        It is called as the model's functions are.
-
-        Args:
-            run: The function, of as many arguments as the signature has.
-            signature: What the graph knows of them, as `tf.TensorSpec`s.
-        """
-        function = releasing.function(run, input_signature=signature)
+        run_leaves = batches.of_leaves(run, spec)
+        take = releasing.function(
+            lambda leaves: run_leaves(*leaves),
+            input_signature=[batches.leaves(spec)],
+        )
         for each in self._mechanisms:
-            function = each.wrapped(function)
-        return function
+            take = each.wrapped(take)
+        takes[repr(spec)] = lambda data: take(batches.leaves(data))
+        return takes[repr(spec)]
 
     @property
     def test_step(self) -> Callable:
@@ -249,7 +279,7 @@ class Session:
 
     def trace_again(self) -> None:
         """Has `on_batch` make other functions than before."""
-        self._made = {}
+        self._made, self._of_batches = {}, {}
 
     def layers_that_differ(self, spec: Any) -> list[keras.layers.Layer]:
         """As in `GradientStep`, of a batch as `tf.TensorSpec`s."""
@@ -303,9 +333,9 @@ class Session:
         with tf.variable_creator_scope(_made_at_once):
             logs = take(keras.tree.map_structure(_as_tensor, data))
         releasing.forget_gradients()
-        if self._warns:
-            self._warns = False
+        if self._is_users and not self._is_traced:
             self.step.warn_of_parts()
+        self._is_traced = True
         return keras.tree.map_structure(_as_value, logs)
 
     def _take_step(self, data):
@@ -362,28 +392,3 @@ def _as_value(leaf):
     """A metric's result may be its variable, which is read by then in a graph
     and which an eager step of Keras cannot hand on."""
     return tf.identity(leaf) if isinstance(leaf, tf.Variable) else leaf
-
-
-def guarded(session, name: str, function: Callable) -> Callable:
-    """A function that takes its session off by itself.
-
-    It does when it raises, or is called in a later `fit`.
-    """
-    model = session.model
-    history = model.history
-
-    def call(iterator):
-        # Every `fit` has a history of its own.
-        if model.history is not history:
-            session.remove()
-            getattr(model, f"make_{name}")()
-            return getattr(model, name)(iterator)
-        try:
-            return function(iterator)
-        except StopIteration:
-            raise
-        except BaseException:
-            session.remove(failed=True)
-            raise
-
-    return call

@@ -176,7 +176,12 @@ class Undoing(Mechanism):
 
     It changes nothing else. Once a step is done all variables exist, and are
     not looked for again while the model trains.
+
+    Attributes:
+        is_on: Whether it does.
     """
+
+    is_on = False
 
     def __init__(self, model: keras.Model, changes: Changes):
         self._model = model
@@ -184,7 +189,7 @@ class Undoing(Mechanism):
         self._reader: Reader | None = None
 
     def start(self) -> None:
-        if self._changes.layers_are_built:
+        if self.is_on and self._changes.layers_are_built:
             self._changes.build()
 
     def stop(self, failed: bool = False) -> None:
@@ -193,6 +198,8 @@ class Undoing(Mechanism):
 
     def wrapped(self, function: Callable) -> Callable:
         def train(iterator):
+            if not self.is_on:
+                return function(iterator)
             reader = self._reader or self._changes.reader(None)
             before = State(reader, self._model.metrics)
             # Of several steps, only of the first.

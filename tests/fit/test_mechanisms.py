@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 import kmem
+from kmem.base.patching import guarded
 from kmem.fit import pipeline
 from kmem.fit import requirements
 from kmem.fit.mechanisms import Evicting
@@ -17,7 +18,6 @@ from kmem.fit.mechanisms import Mixed
 from kmem.fit.mechanisms import Planned
 from kmem.fit.mechanisms import SplitStep
 from kmem.fit.mechanisms import WholeStep
-from kmem.fit.session import guarded
 from kmem.fit.undoing import Changes
 from kmem.fit.undoing import Undoing
 from kmem.step.mechanism import Mechanism
@@ -188,6 +188,7 @@ def test_a_step_that_raises_is_undone(model, error, is_undone):
         return "logs"
 
     undoing = Undoing(model, Changes(model, model.optimizer))
+    undoing.is_on = True
     undoing.start()
     before = values(model.trainable_variables)
     try:
