@@ -308,17 +308,15 @@ def _session(model, options: MemoryOptions, arguments):
     if options.memory_budget is None and options.remat is None:
         return Session.of(model, options)
     batch = pipeline.fit_batch(arguments)
+    spec = batch and pipeline.graph_spec(arguments, batch)
     reserved = 0 if batch is None else pipeline.held_bytes(arguments, batch)
     if options.memory_budget is None:
         return planner.session_for(
-            *(model, options, batch, reserved, verbose),
-            traces_again=pipeline.may_change_model(arguments),
+            model, options, batch, spec, reserved, verbose
         )
     session = BudgetedSession.of(model, options, verbose)
     if batch is not None:
-        spec = pipeline.graph_spec(arguments, batch)
-        changes = pipeline.may_change_model(arguments)
-        session.prepare(batch, spec, reserved, changes)
+        session.prepare(batch, spec, reserved)
         validation = pipeline.validation_batch(arguments)
         if validation is not None:
             examples = pipeline.first_examples(arguments, count=3)

@@ -56,6 +56,7 @@ def dry_run(
     batch: Any,
     state: list,
     training: contextlib.AbstractContextManager,
+    spec: Any = None,
     *,
     group: Engine | None = None,
 ) -> Measurement | None:
@@ -69,6 +70,7 @@ def dry_run(
         batch: A replica's batch, as `tf.TensorSpec`s.
         state: The variables that a step may change, besides the metrics'.
         training: Within, `model.train_function` takes the steps.
+        spec: What the graph knows of the batch.
         group: The processes that take them together.
 
     Returns:
@@ -77,20 +79,22 @@ def dry_run(
     with undoing.unchanged(state, model.metrics):
         try:
             with training:
-                iterator = _iterator(model.distribute_strategy, batch)
+                iterator = _iterator(model.distribute_strategy, batch, spec)
                 step: Any = model.train_function
                 return measured(lambda: step(iterator), group or Engine())
         finally:
             gc.collect()
 
 
-def of_session(session: Session, batch: Any) -> Measurement | None:
+def of_session(
+    session: Session, batch: Any, spec: Any = None
+) -> Measurement | None:
     """`dry_run` of a session's step with a batch (`TensorSpec`s)."""
     session.changes.build(batch)
     group = agreeing.processes(session.options)
     changed = session.changes.variables
     training = installed(session)
-    return dry_run(session.model, batch, changed, training, group=group)
+    return dry_run(session.model, batch, changed, training, spec, group=group)
 
 
 class Runner:
@@ -107,9 +111,11 @@ class Runner:
         batch: Any,
         options: MemoryOptions,
         recording: Recording,
+        spec: Any,
     ):
         self._given = model, options
         self._batch = batch
+        self._spec = spec
         self._recording = recording
         self._group = agreeing.processes(options)
         self.sessions: dict[tuple[Segment, ...], Session] = {}
@@ -129,7 +135,7 @@ class Runner:
         """What it takes; `None` if it ran out of memory."""
         self.sessions.clear()
         session = Session(*self._given, plan, recording=self._recording)
-        measurement = of_session(session, self._batch)
+        measurement = of_session(session, self._batch, self._spec)
         self.sessions[plan.segments] = session
         return measurement and measurement.agreed(self._group)
 
@@ -219,13 +225,28 @@ def _timed_and_needed(step: Callable[[], Any]) -> tuple[float, int]:
     return seconds, max(num_bytes, usage.peak_bytes)
 
 
-def _iterator(strategy: tf.distribute.Strategy, batch: Any) -> Iterator:
-    """Gives every replica the same random data again and again."""
+def _iterator(
+    strategy: tf.distribute.Strategy, batch: Any, spec: Any
+) -> Iterator:
+    """Gives every replica the same random data again and again, of which a
+    graph knows the number of rows, unless the spec has none."""
     data = batches.random_data(batch)
     # A data set is not made of `None`, but may be mapped to it.
     leaves = tuple(batches.leaves(data))
-    repeated = tf.data.Dataset.from_tensors(leaves).repeat()
-    dataset = repeated.map(batches.of_leaves(lambda batch: batch, data))
+    whole = batches.of_leaves(lambda batch: batch, data)
+    if spec is not None and batches.num_rows(spec) is None:
+        batch = batches.with_rows(batch, None)
+    shapes = [leaf.shape for leaf in batches.leaves(batch)]
+
+    def known(*leaves):
+        return whole(
+            *(
+                tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=shape)
+                for leaf, shape in zip(leaves, shapes, strict=True)
+            )
+        )
+
+    dataset = tf.data.Dataset.from_tensors(leaves).repeat().map(known)
     if strategy.num_replicas_in_sync > 1:
         dataset = strategy.distribute_datasets_from_function(lambda _: dataset)
     return iter(dataset)

@@ -103,9 +103,9 @@ def session_for(
     model: keras.Model,
     options: MemoryOptions,
     batch: Any,
+    spec: Any = None,
     reserved_bytes: int = 0,
     verbose: int = 0,
-    traces_again: bool = True,
 ) -> Session:
     """What trains by the plan that `options.remat` asks for: the one given,
     one of an earlier `fit` that still fits, or one made now.
@@ -115,10 +115,10 @@ def session_for(
         options: The options, with `remat`.
         batch: What all replicas get in a step, as `tf.TensorSpec`s, or `None`
             if that is not known.
+        spec: What the graph of `fit` knows of them; `None` if what is traced
+            for the plan may not be used.
         reserved_bytes: What the device holds besides, and does not yet.
         verbose: 1 shows progress.
-        traces_again: Whether what is traced for the plan may not be used: the
-            model may change until it trains.
 
     Raises:
         ValueError: If the plan is for other batches, if none fits in the
@@ -149,9 +149,9 @@ def session_for(
     else:
         plan, in_use, made = make_plan(
             *(model, batch, options, "measured", verbose, reserved_bytes),
-            argument="remat",
+            *("remat", spec),
         )
-        if made is not None and traces_again:
+        if made is not None and spec is None:
             made.trace_again()
         session = Session.of(model, options, plan, made)
         session.planned = asked, plan, in_use
@@ -187,6 +187,7 @@ def make_plan(
     verbose: int,
     reserved_bytes: int = 0,
     argument: str = "budget",
+    spec: Any = None,
 ) -> tuple[Plan, int, Session | None]:
     """Plans a step under the options, of which `remat` tells the budget.
 
@@ -229,7 +230,7 @@ def make_plan(
     _learned[key] = learned
     while len(_learned) > tuning.MAX_KEPT:
         _learned.pop(next(iter(_learned)))
-    run = dry_run.Runner(model, batch, options, recording)
+    run = dry_run.Runner(model, batch, options, recording, spec)
     corrector = Corrector(
         *(learned, microbatch, mode, in_use), run if run.can_run else None
     )

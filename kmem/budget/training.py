@@ -129,22 +129,19 @@ class BudgetedSession:
         object.__setattr__(model, _SESSIONS, {options: session})
         return session
 
-    def prepare(
-        self, batch, spec, reserved_bytes: int, traces_again: bool
-    ) -> None:
+    def prepare(self, batch, spec, reserved_bytes: int) -> None:
         """Chooses for `fit`, before its input pipeline runs beside.
 
         Args:
             batch: Its first batch, as `tf.TensorSpec`s.
-            spec: What its graph knows of all of them.
+            spec: What its graph knows of all of them; `None` if the search's
+                traces may not be used.
             reserved_bytes: What the device will hold besides.
-            traces_again: Whether the search's traces may not be used: the
-                model may change until it trains.
         """
         if self._covering(batch) is None:
             self._spec = spec
             bucket = self._choose(batch, reserved_bytes)
-            if traces_again:
+            if spec is None:
                 bucket.session.trace_again()
 
     def prepare_validation(self, batch, examples, reserved_bytes: int) -> None:

@@ -81,31 +81,24 @@ def batch_rows(arguments: MutableMapping[str, Any]) -> int | None:
 
 
 def graph_spec(arguments: Mapping[str, Any], batch: Any) -> Any:
-    """What Keras's graph knows of batches of which the first one is given.
+    """What Keras's graph will know of the batches, of which one is given;
+    `None` where something else that a trace reads may change before the first
+    step: a layer's attributes in a callback, or whether summaries are written.
 
-    Where that is not sure, any number of examples: the step is traced again
-    when they come.
+    Where it is not sure it is any number of examples.
     """
-    x = arguments.get("x")
+    x, callbacks = arguments.get("x"), arguments.get("callbacks")
+    if tf.summary.should_record_summaries() or any(
+        type(each) not in _CHANGING_NO_STEP
+        for each in keras.tree.flatten(callbacks or [])
+    ):
+        return None
     if isinstance(x, tf.data.Dataset):
         return x.element_spec
     rows, total = batches.num_rows(batch), batches.num_rows(x)
     share = 1 - (arguments.get("validation_split") or 0)
-    if rows and total and int(total * share) % rows == 0:
-        return batch
-    return batches.with_rows(batch, None)
-
-
-def may_change_model(arguments: Mapping[str, Any]) -> bool:
-    """Whether something that a trace reads may be another one in the first
-    step: a layer's attributes after callbacks, or what writes summaries."""
-    if tf.summary.should_record_summaries():
-        return True
-    callbacks = arguments.get("callbacks")
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return True
-    given = keras.tree.flatten(callbacks or [])
-    return any(type(each) not in _CHANGING_NO_STEP for each in given)
+    is_even = rows and total and int(total * share) % rows == 0
+    return batch if is_even else batches.with_rows(batch, None)
 
 
 def validation_batch(arguments: MutableMapping[str, Any]) -> Any:

@@ -86,8 +86,8 @@ class Session:
         self._ordered = ordered
         self._steps = {k: getattr(model, f"{k}_step") for k in _KINDS}
         self._made: dict[str, Callable] = {}
-        # By what a graph knows of its batches.
-        self._of_batches: dict[str, Callable] = {}
+        # What a graph knows of its batches, and takes a step with one.
+        self._of_batch: tuple[str, Callable] | None = None
         # By name: what is on the model, and what was there before.
         self._installed: dict[str, tuple[Callable, Any]] = {}
         self._put_together(plan, recording)
@@ -246,29 +246,32 @@ class Session:
                 `tf.TensorSpec`s. Keras weighs some logs by the number of rows
                 if the graph knows it.
         """
-        takes = self._of_batches
-        if repr(spec) in takes:
-            return takes[repr(spec)]
-        if takes:
+        if self._of_batch is not None:
+            known, take = self._of_batch
+            if known == repr(spec):
+                return take
             # What is traced for batches of any size rounds otherwise.
-            self._made = {}
+            self.trace_again()
         self._make_functions()
         function = self._made["train_function"]
 
-        def run(data):
+        def take(data):
             return function(iter([data]))
 
-        if spec is None or not self.is_traceable:
-            return run
-        run_leaves = batches.of_leaves(run, spec)
-        take = releasing.function(
-            lambda leaves: run_leaves(*leaves),
+        if spec is not None and self.is_traceable:
+            take = self._traced(take, spec)
+        self._of_batch = repr(spec), take
+        return take
+
+    def _traced(self, take: Callable, spec: Any) -> Callable:
+        of_leaves = batches.of_leaves(take, spec)
+        function = releasing.function(
+            lambda leaves: of_leaves(*leaves),
             input_signature=[batches.leaves(spec)],
         )
         for each in self._mechanisms:
-            take = each.wrapped(take)
-        takes[repr(spec)] = lambda data: take(batches.leaves(data))
-        return takes[repr(spec)]
+            function = each.wrapped(function)
+        return lambda data: function(batches.leaves(data))
 
     @property
     def test_step(self) -> Callable:
@@ -279,7 +282,7 @@ class Session:
 
     def trace_again(self) -> None:
         """Has `on_batch` make other functions than before."""
-        self._made, self._of_batches = {}, {}
+        self._made, self._of_batch = {}, None
 
     def layers_that_differ(self, spec: Any) -> list[keras.layers.Layer]:
         """As in `GradientStep`, of a batch as `tf.TensorSpec`s."""

@@ -1,0 +1,165 @@
+"""What was traced to choose for a model trains it, in one `fit` and the next.
+
+A trace takes as long as many steps. A loss is called once in each of a step.
+"""
+
+import gc
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import kmem
+from kmem.fit import pipeline
+
+pytestmark = pytest.mark.usefixtures("native_library")
+
+_ROWS, _WIDTH, _DEPTH = 1024, 64, 12
+_LAYER_BYTES = _ROWS * _WIDTH * 4
+
+
+class Counting(keras.losses.MeanSquaredError):
+    num_calls = 0
+
+    def call(self, y_true, y_pred):
+        type(self).num_calls += 1
+        return super().call(y_true, y_pred)
+
+
+@pytest.fixture(name="traces")
+def _traces(monkeypatch):
+    """How often a step was traced since this was asked for."""
+    monkeypatch.setenv("KMEM_CACHE", "0")
+    Counting.num_calls = 0
+
+    def traces():
+        count, Counting.num_calls = Counting.num_calls, 0
+        return count
+
+    return traces
+
+
+def _model(activation="tanh"):
+    keras.utils.set_random_seed(0)
+    blocks = [layers.Dense(_WIDTH, activation) for _ in range(_DEPTH)]
+    model = keras.Sequential([keras.Input((4,)), *blocks, layers.Dense(1)])
+    model.compile("adam", Counting())
+    return kmem.wrap(model)
+
+
+def _fit(model, rows=2 * _ROWS, callbacks=(), **options):
+    """Trains for an epoch; returns the peak, and the weights afterwards."""
+    x = np.random.default_rng(0).normal(size=(rows, 4)).astype("float32")
+    data = {"batch_size": _ROWS, "shuffle": False, "callbacks": callbacks}
+    with kmem.memory.track("CPU") as usage:
+        model.fit(x, x[:, :1], **data, **options, verbose=0)
+    return usage.peak_bytes, model.get_weights()
+
+
+def _options(name):
+    """An option under which a step has to keep less than a plain one."""
+    peak, _ = _fit(_model())
+    gc.collect()
+    in_use = kmem.memory.current("CPU")
+    return {name: in_use + int(0.7 * (peak - in_use))}
+
+
+@pytest.mark.parametrize("name", ["remat", "memory_budget"])
+# With a remainder Keras's graph knows no number of rows.
+@pytest.mark.parametrize("rows", [2 * _ROWS, 2 * _ROWS - 8])
+def test_a_fit_trains_as_was_traced_for_its_choice(traces, name, rows):
+    counts = []
+    # What is known of one does not serve the other.
+    for activation, callbacks in [
+        ("sigmoid", ()),
+        ("softsign", [keras.callbacks.LambdaCallback()]),
+    ]:
+        model = _model(activation)
+        model.optimizer.build(model.trainable_variables)
+        options: dict = {"remat": "auto"}
+        if name == "memory_budget":
+            options = {**_options(name), "microbatches": 1}
+        traces()
+        _fit(model, rows, callbacks, **options)
+        counts.append(traces())
+        assert model.memory_report is None or model.memory_report.chosen.plan
+
+    assert counts[1] == counts[0] + 1
+
+
+@pytest.mark.parametrize("option", ["remat", "memory_budget", "auto", "share"])
+def test_the_next_fit_traces_nothing(traces, option):
+    model, plain = _model(), _model()
+    options = {
+        "auto": lambda: {"remat": "auto"},
+        "share": lambda: {"remat": 0.8},
+    }.get(option, lambda: _options(option))()
+
+    _fit(model, **options)
+    assert traces()
+    in_use = []
+    for _ in range(2):
+        _, weights = _fit(model, **options)
+        gc.collect()
+        in_use.append(kmem.memory.current("CPU"))
+
+    assert traces() == 0
+    assert in_use[1] - in_use[0] < _LAYER_BYTES / 10
+    for _ in range(3):
+        _, expected = _fit(plain)
+    for value, other in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_plan_is_made_anew_when_memory_was_taken(traces):
+    model = _model()
+    model.optimizer.build(model.trainable_variables)
+    options = _options("remat")
+    before, _ = _fit(model, **options)
+    traces()
+
+    held = tf.ones([options["remat"] - before + _LAYER_BYTES // 4], tf.uint8)
+    peak, _ = _fit(model, **options)
+
+    assert traces()
+    assert peak <= options["remat"]
+    del held
+
+
+def test_what_callbacks_may_change_is_traced_again():
+    own = keras.callbacks.Callback()
+    stopping = keras.callbacks.EarlyStopping()
+    x = np.zeros((4, 1))
+    for callbacks, may_change in [
+        (None, False),
+        (stopping, False),
+        ([stopping, keras.callbacks.TerminateOnNaN()], False),
+        ([stopping, own], True),
+        (keras.callbacks.LambdaCallback(on_train_begin=print), True),
+        (keras.callbacks.TensorBoard(), True),
+        (keras.callbacks.CallbackList([]), True),
+    ]:
+        arguments = {"x": x, "callbacks": callbacks}
+        spec = pipeline.graph_spec(arguments, x)
+        assert (spec is None) is may_change
+
+
+def test_summaries_of_a_users_own_writer_are_written(tmp_path):
+    class Writing(layers.Layer):
+        def call(self, x):
+            tf.summary.histogram("inputs", x, step=0)
+            return x
+
+    keras.utils.set_random_seed(0)
+    blocks = [layers.Dense(_WIDTH, "tanh") for _ in range(_DEPTH)]
+    model = keras.Sequential([keras.Input((4,)), Writing(), *blocks])
+    model.compile("adam", "mse")
+    writer = tf.summary.create_file_writer(str(tmp_path))
+    with writer.as_default():
+        _fit(kmem.wrap(model), remat="auto")
+    (path,) = tmp_path.iterdir()
+    events = tf.compat.v1.train.summary_iterator(str(path))
+    written = [e for e in events if e.summary.value]
+    assert len(written) >= 2
