@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmem import memory
+from kmem import precision
 from kmem.base import bindings
 from kmem.base import native
 from kmem.base import private_tf
@@ -143,11 +144,12 @@ class Runner:
 @contextlib.contextmanager
 def installed(session: Session) -> Iterator[None]:
     """Within, a session's model trains in it, and validates as always."""
-    session.install(test_step=False)
-    try:
-        yield
-    finally:
-        session.remove()
+    with precision.none_remembered(session.model.optimizer):
+        session.install(test_step=False)
+        try:
+            yield
+        finally:
+            session.remove()
 
 
 def timed(step: Callable[..., Any], *arguments: Any) -> float:

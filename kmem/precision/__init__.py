@@ -7,6 +7,7 @@ keeps ids exact and names the layers whose own code is in the way, and
 
 from kmem.precision.loss_scale import around as around
 from kmem.precision.loss_scale import loss_scaled as loss_scaled
+from kmem.precision.loss_scale import none_remembered as none_remembered
 from kmem.precision.loss_scale import recall_scale as recall_scale
 from kmem.precision.loss_scale import remember_scale as remember_scale
 from kmem.precision.loss_scale import scale_of as scale_of

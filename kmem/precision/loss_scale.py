@@ -8,7 +8,9 @@ optimizer that is in use already. What it does not do: become a part of the
 model, or add up replicas, which accumulation.py does before.
 """
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -108,6 +110,18 @@ def remember_scale(optimizer) -> None:
             float(optimizer.dynamic_scale.numpy()),
             int(optimizer.step_counter.numpy()),
         )
+
+
+@contextlib.contextmanager
+def none_remembered(inner: keras.optimizers.Optimizer | None) -> Iterator[None]:
+    """What an optimizer's scale reaches within is not remembered."""
+    known = _scales.get(inner)
+    try:
+        yield
+    finally:
+        _scales.pop(inner, None)
+        if known is not None:
+            _scales[inner] = known
 
 
 def scale_of(inner: keras.optimizers.Optimizer | None) -> list | None:

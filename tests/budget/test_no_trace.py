@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 import kmem
+from kmem import precision
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -118,3 +119,34 @@ PLAN, BUDGET = {"remat": "auto"}, {"memory_budget": "8GB"}
 def test_training_starts_where_keras_would(make, options):
     for got, want in zip(trained(make, **options), trained(make), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "options", [{"remat": "auto"}, {"memory_budget": "1GB"}], ids=str
+)
+def test_a_scale_of_the_loss_begins_where_it_would_without(options):
+    """The random numbers of a dry run overflow, and small ones do not."""
+
+    def trained(**others):
+        keras.utils.set_random_seed(0)
+        wide = keras.initializers.RandomNormal(stddev=0.6)
+        blocks = [
+            layers.Dense(64, "relu", kernel_initializer=wide.clone())
+            for _ in range(6)
+        ]
+        model = keras.Sequential([keras.Input((16,)), *blocks, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        x = np.random.default_rng(0).normal(size=(2048, 16)) * 1e-6
+        data = {"batch_size": 512, "shuffle": False, "verbose": 0}
+        kmem.wrap(model).fit(
+            x, x[:, :1], **data, mixed_precision="float16", **others
+        )
+        scale = precision.scale_of(model.optimizer)
+        return scale, model.get_weights()
+
+    scale, weights = trained(**options)
+    expected = trained()
+    assert scale == expected[0]
+    assert scale[1] < scale[0]
+    for value, other in zip(weights, expected[1], strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-3, atol=1e-6)
