@@ -4,6 +4,7 @@ A trace takes as long as many steps. A loss is called once in each of a step.
 """
 
 import gc
+import importlib
 
 import keras
 import numpy as np
@@ -12,6 +13,8 @@ import tensorflow as tf
 from keras import layers
 
 import kmem
+from kmem.budget import planner
+from kmem.budget import trial
 from kmem.fit import pipeline
 
 pytestmark = pytest.mark.usefixtures("native_library")
@@ -41,9 +44,9 @@ def _traces(monkeypatch):
     return traces
 
 
-def _model(activation="tanh"):
+def _model():
     keras.utils.set_random_seed(0)
-    blocks = [layers.Dense(_WIDTH, activation) for _ in range(_DEPTH)]
+    blocks = [layers.Dense(_WIDTH, "tanh") for _ in range(_DEPTH)]
     model = keras.Sequential([keras.Input((4,)), *blocks, layers.Dense(1)])
     model.compile("adam", Counting())
     return kmem.wrap(model)
@@ -69,33 +72,41 @@ def _options(name):
 @pytest.mark.parametrize("name", ["remat", "memory_budget"])
 # With a remainder Keras's graph knows no number of rows.
 @pytest.mark.parametrize("rows", [2 * _ROWS, 2 * _ROWS - 8])
-def test_a_fit_trains_as_was_traced_for_its_choice(traces, name, rows):
-    counts = []
-    # What is known of one does not serve the other.
-    for activation, callbacks in [
-        ("sigmoid", ()),
-        ("softsign", [keras.callbacks.LambdaCallback()]),
-    ]:
-        model = _model(activation)
-        model.optimizer.build(model.trainable_variables)
-        options: dict = {"remat": "auto"}
-        if name == "memory_budget":
-            options = {**_options(name), "microbatches": 1}
-        traces()
-        _fit(model, rows, callbacks, **options)
-        counts.append(traces())
-        assert model.memory_report is None or model.memory_report.chosen.plan
+@pytest.mark.parametrize(
+    "callbacks, count", [([], 0), ([keras.callbacks.LambdaCallback()], 1)]
+)
+def test_a_fit_trains_as_was_traced_for_its_choice(
+    traces, monkeypatch, name, rows, callbacks, count
+):
+    module = importlib.import_module("kmem.model")
+    choose = module._session
 
-    assert counts[1] == counts[0] + 1
+    def chosen(*arguments):
+        session = choose(*arguments)
+        # What comes after it is training.
+        assert traces() > 0
+        return session
+
+    monkeypatch.setattr(module, "_session", chosen)
+    # What is known of one model serves others.
+    monkeypatch.setattr(planner, "_learned", {})
+    monkeypatch.setattr(trial, "_measurements", {})
+    model = _model()
+    model.optimizer.build(model.trainable_variables)
+    options: dict = {"remat": "auto"}
+    if name == "memory_budget":
+        options = {**_options(name), "microbatches": 1}
+
+    _fit(model, rows, callbacks, **options)
+
+    assert traces() == count
+    assert model.memory_report is None or model.memory_report.chosen.plan
 
 
-@pytest.mark.parametrize("option", ["remat", "memory_budget", "auto", "share"])
+@pytest.mark.parametrize("option", ["remat", "memory_budget", "auto"])
 def test_the_next_fit_traces_nothing(traces, option):
     model, plain = _model(), _model()
-    options = {
-        "auto": lambda: {"remat": "auto"},
-        "share": lambda: {"remat": 0.8},
-    }.get(option, lambda: _options(option))()
+    options = {"remat": "auto"} if option == "auto" else _options(option)
 
     _fit(model, **options)
     assert traces()
