@@ -98,47 +98,43 @@ def of_session(
     return dry_run(session.model, batch, changed, training, spec, group=group)
 
 
+@dataclasses.dataclass
 class Runner:
     """Runs a model's step by plans.
 
     Attributes:
-        sessions: What ran the last one, by its segments. Others would take
-            memory.
+        session: What ran the last one: others would take memory.
+        segments: What that plan recomputes.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        batch: Any,
-        options: MemoryOptions,
-        recording: Recording,
-        spec: Any,
-    ):
-        self._given = model, options
-        self._batch = batch
-        self._spec = spec
-        self._recording = recording
-        self._group = agreeing.processes(options)
-        self.sessions: dict[tuple[Segment, ...], Session] = {}
+    model: Any
+    options: MemoryOptions
+    batch: Any
+    recording: Recording
+    spec: Any
+    session: Session | None = None
+    segments: tuple[Segment, ...] | None = None
 
     @property
     def can_run(self) -> bool:
         """Whether a step can be run, and its bytes are counted."""
-        model, _ = self._given
-        strategy = model.distribute_strategy
+        strategy = self.model.distribute_strategy
         # Several workers would have to agree on what to run.
         alone = strategy.num_replicas_in_sync == 1 or isinstance(
             strategy, tf.distribute.MirroredStrategy
         )
-        return model.compiled and alone and memory.is_counted()
+        return self.model.compiled and alone and memory.is_counted()
 
     def __call__(self, plan: Plan) -> Measurement | None:
         """What it takes; `None` if it ran out of memory."""
-        self.sessions.clear()
-        session = Session(*self._given, plan, recording=self._recording)
-        measurement = of_session(session, self._batch, self._spec)
-        self.sessions[plan.segments] = session
-        return measurement and measurement.agreed(self._group)
+        # First the one before goes.
+        self.session, self.segments = None, plan.segments
+        session = Session(
+            self.model, self.options, plan, recording=self.recording
+        )
+        measured = of_session(session, self.batch, self.spec)
+        self.session = session
+        return measured and measured.agreed(agreeing.processes(self.options))
 
 
 @contextlib.contextmanager
@@ -235,20 +231,20 @@ def _iterator(
     data = batches.random_data(batch)
     # A data set is not made of `None`, but may be mapped to it.
     leaves = tuple(batches.leaves(data))
-    whole = batches.of_leaves(lambda batch: batch, data)
     if spec is not None and batches.num_rows(spec) is None:
         batch = batches.with_rows(batch, None)
-    shapes = [leaf.shape for leaf in batches.leaves(batch)]
 
-    def known(*leaves):
-        return whole(
-            *(
-                tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=shape)
-                for leaf, shape in zip(leaves, shapes, strict=True)
-            )
+    def known(leaf, spec):
+        return (
+            leaf
+            if leaf is None
+            else tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=spec.shape)
         )
 
-    dataset = tf.data.Dataset.from_tensors(leaves).repeat().map(known)
+    whole = batches.of_leaves(
+        lambda data: keras.tree.map_structure(known, data, batch), data
+    )
+    dataset = tf.data.Dataset.from_tensors(leaves).repeat().map(whole)
     if strategy.num_replicas_in_sync > 1:
         dataset = strategy.distribute_datasets_from_function(lambda _: dataset)
     return iter(dataset)

@@ -230,12 +230,13 @@ def make_plan(
     _learned[key] = learned
     while len(_learned) > tuning.MAX_KEPT:
         _learned.pop(next(iter(_learned)))
-    run = dry_run.Runner(model, batch, options, recording, spec)
+    run = dry_run.Runner(model, options, batch, recording, spec)
     corrector = Corrector(
         *(learned, microbatch, mode, in_use), run if run.can_run else None
     )
     plan = corrector.plan(remat.budget, reserved_bytes, argument)
-    return plan, in_use, run.sessions.get(plan.segments)
+    session = run.session if run.segments == plan.segments else None
+    return plan, in_use, session
 
 
 class Drawing:
