@@ -20,6 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kmem.graph.releasing import zeros
 from kmem.losses.chunks import once_differentiable
 
 # What Keras writes in the place of scores that do not count.
@@ -141,7 +142,7 @@ class _Blocks:
             return i + 1, for_queries, for_key, for_value
 
         sums = [
-            tf.zeros(tf.shape(each), self._wide)
+            zeros(tf.shape(each), self._wide)
             for each in (self._key, self._value)
         ]
         array = tf.TensorArray(self._dtype, self._count)

@@ -1,4 +1,4 @@
-"""Lets a graph go with the model that it trained.
+"""Lets a graph go with the model that it trained, and keep no zeros.
 
 TensorFlow keeps the function of every custom gradient, by a name, until the
 process ends, and with it the graph and what the graph reads: a model's weights
@@ -49,6 +49,15 @@ def forget_gradients() -> None:
     graph = current_graph()
     for name in _custom_gradients(graph) if graph else ():
         private_tf.forget_gradient(name)
+
+
+def zeros(shape, dtype) -> tf.Tensor:
+    """Zeros that a graph makes each time that it runs.
+
+    TensorFlow computes those of `tf.zeros` when it makes the graph, and keeps
+    them: where gradients are summed, as many bytes as the weights have.
+    """
+    return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=True)
 
 
 def _custom_gradients(graph) -> Iterator[str]:

@@ -24,6 +24,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from kmem.graph.releasing import zeros
+
 # Makes a number a token of labels and logits, `(tokens,)`.
 TokenMetric = Callable[[Any, Any], Any]
 
@@ -237,7 +239,7 @@ def _run(
         states = [
             tf.TensorArray(dtype, count, element_shape=[None, num_features])
         ]
-        sums = [tf.zeros(tf.shape(each), loss_dtype) for each in weights]
+        sums = [zeros(tf.shape(each), loss_dtype) for each in weights]
 
     def slopes_of(i):
         """The chunk's columns, its loss's slope in each logit, and what makes

@@ -20,13 +20,13 @@ from kmem.base.patching import Context
 from kmem.base.patching import attribute
 from kmem.base.patching import member
 from kmem.graph import ordering
+from kmem.graph.releasing import zeros
 from kmem.multilevel.loss import Substituted
 from kmem.multilevel.loss import assign
 from kmem.multilevel.loss import read
 from kmem.multilevel.workers import OneProcess
 from kmem.multilevel.workers import mean_over_replicas
 from kmem.step.parts import Parts
-from kmem.step.parts import zeros
 
 Tensors = list[tf.Tensor]
 

@@ -20,12 +20,12 @@ import tensorflow as tf
 
 from kmem.base.checks import positive
 from kmem.base.checks import positive_int
+from kmem.graph.releasing import zeros
 from kmem.multilevel import updates
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
 from kmem.multilevel.solvers import add
 from kmem.multilevel.solvers import mixed
-from kmem.step.parts import zeros
 
 # Right to 0.2 % for five models, while ten times as much, or a thirtieth, is
 # right to about 1 %: benchmarks/finite_difference.md.
@@ -151,7 +151,7 @@ class SAMA(FiniteDifference):
     ) -> Tensors:
         """Takes a gradient through a level; see `Identity`."""
         *_, step = updates.made_steps(level, "SAMA")
-        none = [tf.zeros_like(slot) for slot in step.slots]
+        none = [zeros(slot.shape, slot.dtype) for slot in step.slots]
         of_gradient, *_ = updates.adjoint(level, step, vector, none)
         rate = updates.learning_rate(level, step)
         adapted = [-g / tf.cast(rate, g.dtype) for g in of_gradient]

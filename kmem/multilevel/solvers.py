@@ -18,12 +18,12 @@ from kmem.base.checks import non_negative_int
 from kmem.base.checks import positive
 from kmem.base.checks import positive_int
 from kmem.base.checks import set_fields
+from kmem.graph.releasing import zeros
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
 from kmem.multilevel.loss import assign
 from kmem.multilevel.loss import read
 from kmem.multilevel.workers import num_replicas
-from kmem.step.parts import zeros
 
 Product = Callable[[Tensors], Tensors]
 

@@ -16,11 +16,11 @@ from kmem.base import patching
 from kmem.base import private_keras
 from kmem.graph import releasing
 from kmem.graph.names import operations
+from kmem.graph.releasing import zeros
 from kmem.step import updates
 from kmem.step.loss_terms import SUM
 from kmem.step.microbatch import BatchGradient
 from kmem.step.parts import Alone
-from kmem.step.parts import zeros
 
 _UNKNOWN: Any = tf.TensorShape(None)  # type: ignore[arg-type]
 

@@ -107,7 +107,9 @@ class Parts:
                 if not adds:
                     return results
                 with graph.as_default():
-                    totals[:] = [zeros(t.shape, t.dtype) for t in results]
+                    totals[:] = [
+                        releasing.zeros(t.shape, t.dtype) for t in results
+                    ]
                 sums = _added_in_order(totals, results, order())
                 ordering.keep_order()
                 return sums
@@ -181,15 +183,6 @@ def _added_in_order(
         if order is not None:
             order.finish([addition.op], [addition.op])
     return sums[::-1]
-
-
-def zeros(shape, dtype) -> tf.Tensor:
-    """Zeros that a graph makes each time that it runs.
-
-    TensorFlow computes those of `tf.zeros` when it makes the graph, and keeps
-    them: where gradients are summed, as many bytes as the weights have.
-    """
-    return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=True)
 
 
 def slice_rows(data: Any, start, size) -> Any:

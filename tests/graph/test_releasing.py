@@ -61,6 +61,40 @@ def test_a_model_that_was_trained_leaves_nothing(
     assert kmem.memory.current("CPU") - before < 0.1 * WEIGHT_BYTES
 
 
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        PLANNED,
+        {"microbatches": 2},
+        {"chunked_loss": True},
+        {"chunked_attention": True},
+        {"mixed_precision": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_a_step_leaves_no_array_of_its_own(
+    native_library, jit_compile, options
+):
+    words, length, features = 1024, 256, 64
+    tokens = keras.Input((length,), dtype="int32")
+    x = layers.Embedding(words, features)(tokens)
+    x = layers.MultiHeadAttention(4, features)(x, x)
+    model = keras.Model(tokens, layers.Dense(words)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, jit_compile=jit_compile)
+    model.optimizer.build(model.trainable_variables)
+    ids = np.ones((4, length), "int32")
+    gc.collect()
+    before = kmem.memory.current("CPU")
+
+    kmem.wrap(model).fit(ids, ids, batch_size=4, verbose=0, **options)
+
+    gc.collect()
+    # Less than the gradient of the words, or the keys of a batch.
+    assert kmem.memory.current("CPU") - before < words * features
+
+
 def count():
     gc.collect()
     return len(gc.get_objects()), kmem.memory.current("CPU")
