@@ -296,12 +296,6 @@ def _repeated(
                 state,
             )
         return state
-    if tf.executing_eagerly():
-        for i in range(count):
-            if i and not goes_on(*state):
-                break
-            state = body(*state)
-        return state
     _, *final = tf.while_loop(
         lambda i, *state: (i < count) & ((i < 1) | goes_on(*state)),
         lambda i, *state: (i + 1, *body(*state)),
