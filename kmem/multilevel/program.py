@@ -317,30 +317,29 @@ class Program(keras.Model):
     def save_own_variables(self, store: Any) -> None:
         """Saves what Keras leaves out: the states of random numbers."""
         super().save_own_variables(store)
-        for number, variable in enumerate(self._seeds()):
-            store[f"seed_{number}"] = variable.numpy()
+        for key, variable in self._seeds().items():
+            store[key] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
         """Loads what `save_own_variables` saved."""
-        seeds = {
-            f"seed_{number}": variable
-            for number, variable in enumerate(self._seeds())
-        }
+        seeds = self._seeds()
         super().load_own_variables(
             {key: store[key] for key in store.keys() if key not in seeds}
         )
         for key in seeds.keys() & set(store.keys()):
             seeds[key].assign(store[key])
 
-    def _seeds(self) -> list:
-        """Variables that no layer saves, those of the losses included."""
+    def _seeds(self) -> dict[str, Any]:
+        """Variables that no layer saves, those of the losses included, by the
+        names that they are saved under."""
         used = [v for level in self.levels for v in level.state]
         if self._structure is not None:
             # What solvers have kept for the next step.
             used += itertools.chain(*self._structure.guesses.values())
         saved = {id(v) for v in self.weights}
-        seeds = {id(v): v for v in (*self.variables, *used)}
-        return [v for key, v in seeds.items() if key not in saved]
+        variables = {id(v): v for v in (*self.variables, *used)}
+        seeds = [v for key, v in variables.items() if key not in saved]
+        return {f"seed_{number}": v for number, v in enumerate(seeds)}
 
     def evaluate(self, *args, **kwargs):
         """Evaluates the `validation_model` of the last `fit`.

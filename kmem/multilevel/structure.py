@@ -10,7 +10,6 @@ third derivatives. Every level that is passed responds through its own loss
 alone, and `check_responses` refuses programs in which that is not all.
 """
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
 from typing import Literal
@@ -93,10 +92,11 @@ class Structure:
     def batches_in_update(self, number: int) -> dict[int, int]:
         """The loader's batches in an update of a level, and those that the
         levels below take meanwhile."""
-        return {
-            level: self.num_batches[level] // self.num_updates[number]
-            for level in self._up_to(number)
-        }
+        levels = [number]
+        for level in levels:
+            levels += self.children[level]
+        count = self.num_updates[number]
+        return {level: self.num_batches[level] // count for level in levels}
 
     def table(self, peaks: list[str]) -> str:
         """A line for each level, the lowest first, with its peak."""
@@ -115,11 +115,6 @@ class Structure:
                 f"{level.hypergradient}, reads {', '.join(reads) or 'no other'}"
             )
         return "\n".join(lines)
-
-    def _up_to(self, number: int) -> list[int]:
-        """A level, and those that step before it does."""
-        below = map(self._up_to, self.children[number])
-        return [number, *itertools.chain.from_iterable(below)]
 
 
 def check_levels(levels: Any) -> None:
