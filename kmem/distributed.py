@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from kmem.base.checks import is_integer
 from kmem.base.checks import is_real
+from kmem.base.checks import must_be
 from kmem.base.checks import one_of
 from kmem.base.checks import positive_int
 from kmem.base.checks import require
@@ -114,17 +115,12 @@ def launch(
 
 def check(restarts: int, network: str, grace_seconds: float) -> None:
     """Refuses what is not of the form that `launch` takes."""
-    if not is_integer(restarts) or restarts < 0:
-        raise ValueError(
-            "`restarts` must be an integer, 0 or more. "
-            f"Received: restarts={restarts!r}"
-        )
+    is_count = is_integer(restarts) and restarts >= 0
+    must_be(is_count, restarts, "restarts", "an integer, 0 or more")
     one_of(network, "network", ("private", "host"))
-    if not is_real(grace_seconds) or grace_seconds < 0:
-        raise ValueError(
-            "`grace_seconds` must be a number of seconds, 0 or more. "
-            f"Received: grace_seconds={grace_seconds!r}"
-        )
+    is_time = is_real(grace_seconds, 0.0)
+    kind = "a number of seconds, 0 or more"
+    must_be(is_time, grace_seconds, "grace_seconds", kind)
 
 
 def visible_gpus() -> list[str]:

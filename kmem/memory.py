@@ -30,6 +30,7 @@ import tensorflow as tf
 from kmem.base import bindings
 from kmem.base import native
 from kmem.base import snapshots
+from kmem.base.checks import must_be
 from kmem.base.sizes import parse_size
 
 _DEVICE = re.compile(r"/?(?:device:)?(CPU|GPU)(?::(\d+))?", re.IGNORECASE)
@@ -357,12 +358,9 @@ def _is_counted() -> bool:
 
 
 def _kind(pool: bool | str) -> int:
-    if not (isinstance(pool, bool) or pool == "bfc"):
-        raise ValueError(
-            f'`pool` must be True, False or "bfc". Received: {pool=}'
-        )
     if isinstance(pool, bool):
         return bindings.OWN_POOL if pool else bindings.NO_POOL
+    must_be(pool == "bfc", pool, "pool", 'True, False or "bfc"')
     return bindings.BFC_POOL
 
 

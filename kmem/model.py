@@ -13,6 +13,7 @@ import keras
 from typing_extensions import Unpack
 
 from kmem.base import private_keras
+from kmem.base.checks import must_be
 from kmem.base.patching import in_place_of_keras
 from kmem.base.patching import parameters
 from kmem.budget import planner
@@ -233,10 +234,8 @@ def wrap(model: keras.Model) -> Model:
     kmem.wrap(model).fit(x, y, batch_size=32, microbatches=4, verbose=0)
     ```
     """
-    if not isinstance(model, keras.Model):
-        raise ValueError(
-            f"`model` must be a `keras.Model`. Received: model={model!r}"
-        )
+    is_model = isinstance(model, keras.Model)
+    must_be(is_model, model, "model", "a `keras.Model`")
     wrapped: Any = model
     if _is_wrapped(model):
         return wrapped

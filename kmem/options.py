@@ -23,6 +23,7 @@ from kmem.base.checks import budget
 from kmem.base.checks import classes
 from kmem.base.checks import is_integer
 from kmem.base.checks import is_real
+from kmem.base.checks import must_be
 from kmem.base.checks import one_of
 from kmem.base.checks import positive_int
 from kmem.base.checks import set_fields
@@ -95,16 +96,12 @@ class MixedPrecision:
 
     def __post_init__(self):
         one_of(self.dtype, "mixed_precision", ("bfloat16", "float16"))
-        if not is_real(self.initial_scale, 2.0**-126, 2.0**127):
-            raise ValueError(
-                "`initial_scale` must be a number from 2**-126 to 2**127. "
-                f"Received: initial_scale={self.initial_scale!r}"
-            )
-        if isinstance(self.exclude, str):
-            raise ValueError(
-                "`exclude` must be a sequence of layer names. "
-                f"Received: exclude={self.exclude!r}"
-            )
+        scale, kind = self.initial_scale, "a number from 2**-126 to 2**127"
+        fits = is_real(scale, 2.0**-126, 2.0**127)
+        must_be(fits, scale, "initial_scale", kind)
+        is_text = isinstance(self.exclude, str)
+        kind = "a sequence of layer names"
+        must_be(not is_text, self.exclude, "exclude", kind)
         set_fields(
             self,
             dynamic_growth_steps=positive_int(

@@ -15,6 +15,12 @@ def set_fields(option, **fields) -> None:
         object.__setattr__(option, name, value)
 
 
+def must_be(is_right: bool, value, name: str, kind: str) -> None:
+    """Raises a `ValueError` that says what is wrong with an argument."""
+    if not is_right:
+        raise ValueError(f"`{name}` must be {kind}. Received: {name}={value!r}")
+
+
 def is_integer(value) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
@@ -31,39 +37,34 @@ def is_real(value, least: float = -math.inf, most: float = math.inf) -> bool:
 def positive_int(value, name: str) -> int:
     # TensorFlow counts in 32 bits in places.
     is_right = is_integer(value) and 0 < value < 2**31
-    _check(is_right, value, name, "a positive integer, below 2**31")
+    must_be(is_right, value, name, "a positive integer, below 2**31")
     return int(value)
 
 
 def non_negative_int(value, name: str) -> None:
     is_right = is_integer(value) and value >= 0
-    _check(is_right, value, name, "a non-negative integer")
+    must_be(is_right, value, name, "a non-negative integer")
 
 
 def positive(value, name: str) -> None:
-    _check(is_real(value) and value > 0, value, name, "a positive number")
+    must_be(is_real(value) and value > 0, value, name, "a positive number")
 
 
 def non_negative(value, name: str) -> None:
-    _check(is_real(value, 0.0), value, name, "a non-negative number")
+    must_be(is_real(value, 0.0), value, name, "a non-negative number")
 
 
 def one_of(value, name: str, choices: tuple) -> None:
     listed = ", ".join(repr(choice) for choice in choices)
-    _check(value in choices, value, name, f"one of {listed}")
+    must_be(value in choices, value, name, f"one of {listed}")
 
 
 def classes(value, name: str) -> tuple[type, ...]:
     is_sequence = isinstance(value, list | tuple) and len(value) > 0
     is_right = is_sequence and all(isinstance(each, type) for each in value)
     kind = "a sequence of classes of layers, as in (Residual,)"
-    _check(is_right, value, name, f'"layers", None, or {kind}')
+    must_be(is_right, value, name, f'"layers", None, or {kind}')
     return tuple(value)
-
-
-def _check(is_right: bool, value, name: str, kind: str) -> None:
-    if not is_right:
-        raise ValueError(f"`{name}` must be {kind}. Received: {name}={value!r}")
 
 
 def budget(value, name: str) -> int | float:

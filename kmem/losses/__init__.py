@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from kmem.base.checks import is_real
+from kmem.base.checks import must_be
 from kmem.base.private_keras import loss as keras_loss
 from kmem.base.private_keras import mask_of
 from kmem.losses import chunks
@@ -74,25 +75,17 @@ class LinearCrossEntropy:
         transposed: bool = False,
         dtype: str = "float32",
     ):
-        if reduction not in (*_REDUCTIONS, "none", None):
-            raise ValueError(
-                f"`reduction` must be one of {', '.join(_REDUCTIONS)}, or "
-                f"None. Received: reduction={reduction!r}"
-            )
-        if not (label_smoothing == 0 or is_real(label_smoothing, 0, 1)):
-            raise ValueError(
-                "`label_smoothing` must be a number from 0 to 1. Received: "
-                f"label_smoothing={label_smoothing!r}"
-            )
-        if not (soft_cap is None or is_real(soft_cap, 1e-30, 1e30)):
-            raise ValueError(
-                "`soft_cap` must be a positive number, or None. Received: "
-                f"soft_cap={soft_cap!r}"
-            )
-        if not (z_loss == 0 or is_real(z_loss, 0, 1e30)):
-            raise ValueError(
-                f"`z_loss` must be 0 or a positive number. Received: {z_loss=}"
-            )
+        known = f"one of {', '.join(_REDUCTIONS)}, or None"
+        is_known = reduction in (*_REDUCTIONS, "none", None)
+        must_be(is_known, reduction, "reduction", known)
+        share, kind = label_smoothing, "a number from 0 to 1"
+        must_be(
+            share == 0 or is_real(share, 0, 1), share, "label_smoothing", kind
+        )
+        is_cap = soft_cap is None or is_real(soft_cap, 1e-30, 1e30)
+        must_be(is_cap, soft_cap, "soft_cap", "a positive number, or None")
+        is_factor = z_loss == 0 or is_real(z_loss, 0, 1e30)
+        must_be(is_factor, z_loss, "z_loss", "0 or a positive number")
         self._reduction: Any = None if reduction == "none" else reduction
         self._ignore_class = ignore_class
         self._transposed = transposed

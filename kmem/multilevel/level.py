@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from kmem import precision
+from kmem.base.checks import must_be
 from kmem.base.checks import positive
 from kmem.base.checks import positive_int
 from kmem.base.patching import Context
@@ -101,10 +102,8 @@ class Level(Derivatives):
         remat: Any = None,
         clipnorm: float | None = None,
     ):
-        if not isinstance(model, keras.Model):
-            raise ValueError(
-                f"`model` must be a `keras.Model`. Received: model={model!r}"
-            )
+        is_model = isinstance(model, keras.Model)
+        must_be(is_model, model, "model", "a `keras.Model`")
         if not callable(loss):
             raise ValueError(
                 "`loss` must be a function of a batch, such as `loss(x, y)`, "
