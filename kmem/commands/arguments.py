@@ -27,41 +27,38 @@ class WrongFileError(ValueError):
     is wrong, but seen only when it is read."""
 
 
+def _must(is_right: bool, text: str, rule: str) -> None:
+    """Refuses an argument that is not as the rule says."""
+    if not is_right:
+        raise argparse.ArgumentTypeError(f"must {rule}. Received: {text}")
+
+
 def positive(text: str) -> int:
     """How many."""
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(
-            f"must be a positive integer. Received: {text}"
-        )
+    is_positive = text.isdecimal() and int(text) > 0
+    _must(is_positive, text, "be a positive integer")
     return int(text)
 
 
 def seed(text: str) -> int:
     """What random numbers begin with."""
-    if not (text.isdecimal() and int(text) < 2**64):
-        raise argparse.ArgumentTypeError(
-            f"must be an integer from 0 to 2**64 - 1. Received: {text}"
-        )
+    fits = text.isdecimal() and int(text) < 2**64
+    _must(fits, text, "be an integer from 0 to 2**64 - 1")
     return int(text)
 
 
 def existing_file(text: str) -> pathlib.Path:
     """What is read."""
     path = pathlib.Path(text)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(
-            f"must be a file that exists. Received: {text}"
-        )
+    _must(path.is_file(), text, "be a file that exists")
     return path
 
 
 def output_file(text: str) -> pathlib.Path:
     """What is written to."""
     path = pathlib.Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"must be a file in a folder that exists. Received: {text}"
-        )
+    can_be = not path.is_dir() and path.parent.is_dir()
+    _must(can_be, text, "be a file in a folder that exists")
     return path
 
 
@@ -70,10 +67,8 @@ def file_ending(*endings: str) -> Callable[[str], pathlib.Path]:
 
     def file(text: str) -> pathlib.Path:
         path = output_file(text)
-        if path.suffix.lower() not in endings:
-            raise argparse.ArgumentTypeError(
-                f"must end in {' or '.join(endings)}. Received: {text}"
-            )
+        ends = path.suffix.lower() in endings
+        _must(ends, text, f"end in {' or '.join(endings)}")
         return path
 
     return file
