@@ -74,6 +74,9 @@ class DeviceSession:
         NativeLibraryError: If kmem's allocator is not in place.
     """
 
+    # The one that was last on the device.
+    latest: "DeviceSession | None" = None
+
     def __init__(self, options: DTR):
         context = _context()
         self._library = native.allocator()
@@ -133,7 +136,7 @@ class DeviceSession:
             failed = False
             try:
                 with tf.device(_NAME), freed_on_failure():
-                    _latest.session = self
+                    DeviceSession.latest = self
                     yield
             except tf.errors.ResourceExhaustedError:
                 failed = True
@@ -189,14 +192,9 @@ class DeviceSession:
 
 def latest() -> DeviceSession | None:
     """The session that was last on the device."""
-    return _latest.session
+    return DeviceSession.latest
 
 
-class _Latest:
-    session: DeviceSession | None = None
-
-
-_latest = _Latest()
 _in_use = threading.Lock()
 
 
