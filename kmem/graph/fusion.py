@@ -12,6 +12,11 @@ import tensorflow as tf
 
 from kmem.base import private_tf
 
+# Their result is the memory of their first input.
+ALIASES = frozenset(
+    "EnsureShape ExpandDims Identity PreventGradient Reshape Squeeze "
+    "StopGradient".split()
+)
 ADDITIONS = frozenset({"Add", "AddN", "AddV2"})
 _ARITHMETIC = ADDITIONS | {"Mul", "RealDiv", "Sub"}
 # Which argument is the gradient of what the convolution gives.

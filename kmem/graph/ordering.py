@@ -36,7 +36,7 @@ from kmem.graph.names import operations
 
 # As many elements as it takes to keep all processors at one operation.
 _LARGE = 2**18
-_LOOPS = frozenset({"While", "StatelessWhile"})
+LOOPS = frozenset({"While", "StatelessWhile"})
 
 # For each graph the names of what was traced within `unordered`.
 _unordered: weakref.WeakKeyDictionary[tf.Graph, set[str]] = (
@@ -103,9 +103,9 @@ def hold_back(
     # and of the last two parts of the rest.
     ends, others = [start, start], [[], []]
     # The forward pass is no stage, but what came with the first one is.
-    at_first = _ancestors([ops[first]])
+    at_first = ancestors([ops[first]])
     rest = [op for op in ops[:first] if op not in at_first]
-    forward = set() if loss is None else _ancestors([loss.op])
+    forward = set() if loss is None else ancestors([loss.op])
     late = _descendants(at_first - forward, ops)
     for stage in [rest, *_stages(ops[first + 1 :], weight_gradients)]:
         order.begin(stage)
@@ -137,8 +137,8 @@ def needed(graph: tf.Graph, ops: Iterable[tf.Operation]) -> list[tf.Operation]:
     It is that of the trace, but for what was put in later: that comes right
     before who reads it.
     """
-    ancestors = _ancestors(ops)
-    return _sorted([op for op in graph.get_operations() if op in ancestors])
+    wanted = ancestors(ops)
+    return _sorted([op for op in graph.get_operations() if op in wanted])
 
 
 def keep_order() -> None:
@@ -176,7 +176,7 @@ def one_by_one(function: Callable, *arguments) -> Any:
     """
     result = function(*arguments)
     for op in operations():
-        if op.type in _LOOPS:
+        if op.type in LOOPS:
             private_tf.run_one_by_one(op)
     return result
 
@@ -281,7 +281,7 @@ def _stages(
             group = []
         group.append(op)
         if op in weight_gradients:
-            wanted = _ancestors([op], set(group))
+            wanted = ancestors([op], set(group))
             # Not those that can wait: the gradient frees what it reads.
             yield [other for other in group if other in wanted]
             yield [other for other in group if other not in wanted]
@@ -336,7 +336,7 @@ def _sources(op: tf.Operation) -> list[tf.Operation]:
     return [tensor.op for tensor in op.inputs] + op.control_inputs
 
 
-def _ancestors(
+def ancestors(
     ops: Iterable[tf.Operation], within: set[tf.Operation] | None = None
 ) -> set[tf.Operation]:
     """The operations, and all that they need."""

@@ -24,9 +24,8 @@ from kmem.planning import allocations
 from kmem.planning.allocations import Node
 
 # Their result shows their first argument.
-_VIEWS = frozenset(
-    "Identity Reshape Squeeze ExpandDims StopGradient PreventGradient "
-    "EnsureShape CheckNumerics Bitcast Snapshot TensorListFromTensor".split()
+_VIEWS = fusion.ALIASES | frozenset(
+    "CheckNumerics Bitcast Snapshot TensorListFromTensor".split()
 )
 # Their results are somebody else's, or a few numbers.
 _SMALL = frozenset(
@@ -47,7 +46,6 @@ _FORWARDS = frozenset(
 )
 _COPIES = frozenset(("Identity",))
 _CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
-_LOOPS = frozenset(("While", "StatelessWhile"))
 _BRANCHES = frozenset("If StatelessIf Case StatelessCase".split())
 # What they put into a list, by place.
 _PUSHES = {"TensorListPushBack": 1, "TensorListSetItem": 2}
@@ -210,7 +208,7 @@ class _Reader:
             views=views,
             forwards=kind in _FORWARDS,
         )
-        if kind in _LOOPS:
+        if kind in ordering.LOOPS:
             self._loop(graph, op, node)
         elif kind in _BRANCHES:
             self._branches(graph, op, node)
@@ -257,7 +255,7 @@ class _Reader:
                 continue
             limit = fusion.source(each.inputs[1], _COPIES)
             limit = fusion.source(outside.get(limit.op, limit), _COPIES)
-            if limit.op.type in _LOOPS:
+            if limit.op.type in ordering.LOOPS:
                 # As often as the loop that this one is the gradient of.
                 counts.append(self._iterations(graph, limit.op))
                 continue

@@ -26,20 +26,8 @@ from kmem.remat import state
 from kmem.step import capture
 from kmem.step.batches import num_bytes
 
-# Their result is the memory of their first input.
-ALIASES = frozenset(
-    {
-        "EnsureShape",
-        "ExpandDims",
-        "Identity",
-        "PreventGradient",
-        "Reshape",
-        "Squeeze",
-        "StopGradient",
-    }
-)
 # Operations whose gradient reads none of their inputs and outputs.
-_KEEPS_NOTHING = ALIASES | {
+_KEEPS_NOTHING = fusion.ALIASES | {
     "AddN",
     "AddV2",
     "BiasAdd",
@@ -174,7 +162,7 @@ def record(model: keras.Model, batch) -> Recording:
 
 def root(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor whose memory a tensor shows."""
-    return fusion.source(tensor, ALIASES)
+    return fusion.source(tensor, fusion.ALIASES)
 
 
 class _Recorder(opening.Visitor):
@@ -298,7 +286,7 @@ class _Recorder(opening.Visitor):
         makes = self._new_values(results)
         uses: collections.Counter[int] = collections.Counter()
         for each in within:
-            if each.type not in ALIASES and each.type not in _NO_GRADIENT:
+            if each.type not in fusion.ALIASES | _NO_GRADIENT:
                 uses.update(self._known(each.inputs))
         self._ends.append(len(traced))
         call = Call(
@@ -318,7 +306,7 @@ class _Recorder(opening.Visitor):
         that they cross."""
         users = collections.defaultdict(list)
         for number, operation in enumerate(operations()):
-            if operation.type not in ALIASES:
+            if operation.type not in fusion.ALIASES:
                 for tensor in operation.inputs:
                     users[root(tensor).ref()].append((number, operation))
         seams: set[int] = set()
