@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from kmem.base import private_tf
+from kmem.base.checks import must_be
 from kmem.base.private_keras import all_layers
 from kmem.base.sizes import format_size
 from kmem.keras_graph import costs as call_costs
@@ -17,6 +18,7 @@ from kmem.keras_graph.recording import Call
 from kmem.keras_graph.recording import Recording
 from kmem.keras_graph.recording import record
 from kmem.options import MemoryOptions
+from kmem.planning.network import MEASURED
 from kmem.planning.network import Network
 from kmem.planning.network import Stage
 from kmem.step import batches
@@ -117,10 +119,8 @@ def profile(
     print(kmem.profile(model, batch).summary())
     ```
     """
-    if costs not in ("measured", "flops"):
-        raise ValueError(
-            f'`costs` must be "measured" or "flops". Received: costs={costs!r}'
-        )
+    is_known = costs in ("measured", "flops")
+    must_be(is_known, costs, "costs", '"measured" or "flops"')
     compiled = mode(model) == "xla"
     recording = record_batch(model, batch)
     return measure(recording, costs == "measured", compiled=compiled)
@@ -217,7 +217,9 @@ def _assemble(recording: Recording, costs: list[Cost]) -> Profile:
         kept_values |= {call.gives[i] for i in cost.kept_outputs}
         # What only shows an argument differently hands the gradient on.
         own = [i for i in gradients if call.reads[i] not in call.gives]
-        residual_bytes = cost.residual_bytes if backward else 0
+        measured = {name: getattr(cost, name) for name in MEASURED}
+        if not backward:
+            measured |= {"residual_bytes": 0, "backward_seconds": 0.0}
         stage = Stage(
             name=call.name,
             inputs=distinct(call.reads),
@@ -226,12 +228,8 @@ def _assemble(recording: Recording, costs: list[Cost]) -> Profile:
             gradients=(gradient_values := distinct(call.reads[i] for i in own)),
             shares=tuple(call.uses.get(v, 1) for v in gradient_values),
             passed=_passed(call, cost, own),
-            residual_bytes=residual_bytes,
             gradient_bytes=cost.gradient_bytes,
-            forward_seconds=cost.forward_seconds,
-            backward_seconds=cost.backward_seconds if backward else 0.0,
-            forward_workspace_bytes=cost.forward_workspace_bytes,
-            backward_workspace_bytes=cost.backward_workspace_bytes,
+            **measured,
             # The step itself computes the loss, and Keras looks at what
             # made its predictions: a softmax is part of some losses.
             recomputable=call is not recording.calls[-1]
@@ -243,7 +241,8 @@ def _assemble(recording: Recording, costs: list[Cost]) -> Profile:
             OperationProfile(
                 name=call.name,
                 output_bytes=sum(sizes[v] for v in call.makes),
-                kept_bytes=sum(sizes[v] for v in stage.kept) + residual_bytes,
+                kept_bytes=sum(sizes[v] for v in stage.kept)
+                + stage.residual_bytes,
                 workspace_bytes=max(
                     stage.forward_workspace_bytes,
                     stage.backward_workspace_bytes,
