@@ -9,7 +9,6 @@ itself.
 
 import contextlib
 import difflib
-import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -133,7 +132,12 @@ class _Entry:
                 self._changes.enter_context(attribute(layer, name, call))
 
         adder = getattr(model, private_keras.ADD_PENALTY)
-        add_up = functools.partial(_in_32_bits, adder)
+
+        # Keras adds penalties of activations up in the dtype of the first
+        # loss, and ends in an error where another one differs.
+        def add_up(loss):
+            return adder(keras.ops.cast(loss, "float32"))
+
         change = attribute(model, private_keras.ADD_PENALTY, add_up)
         self._changes.enter_context(change)
 
@@ -146,15 +150,6 @@ class _Entry:
             if isinstance(policy, _Policy) and policy.entry is self:
                 name = private_keras.DTYPE_POLICY
                 object.__setattr__(layer, name, policy.replaced)
-
-
-def _in_32_bits(add_up, loss):
-    """A penalty of activations that are 16 bits, to be added to a loss.
-
-    Keras adds up in the dtype of the first loss, and ends in an error where
-    another one differs.
-    """
-    return add_up(keras.ops.cast(loss, "float32"))
 
 
 def _excluded(layers, option) -> set:
