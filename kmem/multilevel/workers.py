@@ -52,8 +52,7 @@ class OneProcess(Alone):
     def apply(self, optimizer, gradients: list, variables: list) -> None:
         """Updates variables by their whole gradients."""
         # The same on all replicas already.
-        reduced = accumulation.without_reduction(optimizer)
-        with reduced if num_replicas() > 1 else contextlib.nullcontext():
+        with accumulation.without_reduction(optimizer):
             optimizer.apply(gradients, variables)
 
 
