@@ -62,12 +62,13 @@ class Parts:
         """
         if self._count == 1:
             return function(self._data, self.rows)
-        total = function(self._slice(0, self._first_size), self._first_size)
+        data, size = self._data, self._first_size
+        total = function(slice_rows(data, 0, size), size)
 
         def add(index, total):
             start = self._first_size + (index - 1) * self._size
-            addends = function(self._slice(start, self._size), self._size)
-            return _added(total, addends)
+            part = slice_rows(data, start, self._size)
+            return _added(total, function(part, self._size))
 
         if tf.executing_eagerly():
             for index in range(1, int(self._num_parts)):
@@ -139,7 +140,8 @@ class Parts:
                     for t in captured
                 ]
             )
-            return function(self._slice(start, size), size, *arguments)
+            part = slice_rows(self._data, start, size)
+            return function(part, size, *arguments)
 
         with tf.control_dependencies(totals):
             return self._loop(add, tf.constant(0), totals)
@@ -152,9 +154,6 @@ class Parts:
             parallel_iterations=1,
         )
         return total
-
-    def _slice(self, start, size):
-        return slice_rows(self._data, start, size)
 
 
 def _added(totals: list, addends: list) -> list:
