@@ -267,7 +267,6 @@ class Evicting(Mechanism):
     """
 
     runs_eagerly = True
-    is_traceable = False
 
     def __init__(
         self,

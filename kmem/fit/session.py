@@ -235,8 +235,8 @@ class Session:
     @property
     def is_traceable(self) -> bool:
         """Whether a training step can be a part of a graph."""
-        traceable = all(each.is_traceable for each in self._mechanisms)
-        return traceable and not self.model.run_eagerly
+        is_eager = any(each.runs_eagerly for each in self._mechanisms)
+        return not (is_eager or self.model.run_eagerly)
 
     def on_batch(self, spec: Any = None) -> Callable:
         """Returns a train function of one batch instead of an iterator.

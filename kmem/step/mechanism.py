@@ -19,14 +19,12 @@ class Mechanism:
         kinds: Of the model's functions (`"train"`, `"test"`, `"predict"`)
             those that compute differently.
         runs_eagerly: Whether its functions run operator by operator.
-        is_traceable: Whether a training step can be a part of a graph.
         between_steps: Whether it changes the model between steps, too, so
             that functions that were traced before cannot run.
     """
 
     kinds: tuple[str, ...] = ("train",)
     runs_eagerly = False
-    is_traceable = True
     between_steps = False
 
     def start(self) -> None:
