@@ -48,8 +48,8 @@ def perform(task: dict, report: Connection, is_alone: bool) -> int:
     try:
         if "script" in task:
             _run_script(task["script"], task["arguments"])
-            return 0
-        report.send(("returned", _call(task)))
+        else:
+            report.send(("returned", _call(task)))
         return 0
     except KeyboardInterrupt:
         # The launcher's own: everyone knows of it.

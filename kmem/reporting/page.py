@@ -111,10 +111,7 @@ def _row(report: MemoryReport, choice: Choice, number: int) -> str:
 
 
 def _versions() -> str:
-    versions = {
-        "kmem": __version__,
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-    }
-    names = [f"{name} {version}" for name, version in versions.items()]
-    return ", ".join([*names, datetime.date.today().isoformat()])
+    return (
+        f"kmem {__version__}, tensorflow {tf.__version__}, "
+        f"keras {keras.__version__}, {datetime.date.today().isoformat()}"
+    )
