@@ -14,6 +14,7 @@ What it does not do: call what cannot run twice, or what depends on anything
 but its arguments and Keras's variables; see `CannotCompile`.
 """
 
+import functools
 from collections.abc import Callable
 from collections.abc import Iterable
 from typing import Any
@@ -113,8 +114,8 @@ class CompiledCall:
         _in_order(forward)
         _in_order(backward)
         backward += [op for op in forward if op.type == "Const"]
-        self._forward = _Function(graph, forward, inputs, outputs)
-        self._backward = _Function(graph, backward, kept + given, fetches)
+        self._forward = _operator(graph, forward, inputs, outputs)
+        self._backward = _operator(graph, backward, kept + given, fetches)
 
         # A call's values are its inputs, followed by its outputs.
         places = {
@@ -221,43 +222,38 @@ class _Variables(state.FirstRun):
             raise CannotCompile("It assigns what has a gradient.")
 
 
-class _Function:
+def _operator(
+    graph: tf.Graph, operations: list, inputs: list, outputs: list
+) -> Callable[[list], list]:
     """A part of a graph as an operator."""
+    given = [value.name for value in inputs]
+    made = [v.name for v in outputs if v.name not in given]
+    read = {value.name for op in operations for value in op.inputs}
+    # No more than that: on a GPU, TensorFlow runs what nobody reads.
+    names = {op.name for op in operations} - {v.op.name for v in inputs}
+    definition = graph.as_graph_def()
+    nodes = [node for node in definition.node if node.name in names]
+    for node in nodes:
+        sources = [i for i in node.input if i[0] != "^" or i[1:] in names]
+        node.input[:] = sources
+    del definition.node[:]
+    definition.node.extend(nodes)
 
-    def __init__(
-        self, graph: tf.Graph, operations: list, inputs: list, outputs: list
-    ):
-        given = [value.name for value in inputs]
-        made = [v.name for v in outputs if v.name not in given]
-        read = {value.name for op in operations for value in op.inputs}
-        # No more than that: on a GPU, TensorFlow runs what nobody reads.
-        names = {op.name for op in operations} - {v.op.name for v in inputs}
-        definition = graph.as_graph_def()
-        nodes = [node for node in definition.node if node.name in names]
-        for node in nodes:
-            sources = [i for i in node.input if i[0] != "^" or i[1:] in names]
-            node.input[:] = sources
-        del definition.node[:]
-        definition.node.extend(nodes)
+    def function(*fed):
+        values = dict(zip(given, fed, strict=True))
+        used = {name: v for name, v in values.items() if name in read}
+        results = tf.graph_util.import_graph_def(definition, used, made)
+        values.update(zip(made, results, strict=True))
+        return [values[value.name] for value in outputs]
 
-        def function(*fed):
-            values = dict(zip(given, fed, strict=True))
-            used = {name: v for name, v in values.items() if name in read}
-            results = tf.graph_util.import_graph_def(definition, used, made)
-            values.update(zip(made, results, strict=True))
-            return [values[value.name] for value in outputs]
-
-        specs = [tf.TensorSpec(v.shape, v.dtype) for v in inputs]
-        self._function: Any = tf.compat.v1.wrap_function(function, specs)
-        self._types = [value.dtype for value in outputs]
-
-    def __call__(self, inputs: list) -> list:
-        return tf.raw_ops.PartitionedCall(
-            args=inputs,
-            Tout=self._types,
-            f=self._function,
-            config_proto=_AS_TRACED,
-        )
+    specs = [tf.TensorSpec(v.shape, v.dtype) for v in inputs]
+    call: Any = functools.partial(
+        tf.raw_ops.PartitionedCall,
+        Tout=[value.dtype for value in outputs],
+        f=tf.compat.v1.wrap_function(function, specs),
+        config_proto=_AS_TRACED,
+    )
+    return lambda tensors: call(args=tensors)
 
 
 def _check(operations: list) -> None:
