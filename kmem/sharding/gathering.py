@@ -226,11 +226,12 @@ def gathered(
         call = f"{name}/{positions[0]}"
         with tf.control_dependencies(_symbolic(after)):
             read = [_read(shards[i], values[i]) for i in positions]
-            sent = tf.cast(_joined(read), travel.gather_dtype or own[0].dtype)
+            sent = tf.concat(read, axis=-1)
+            sent = tf.cast(sent, travel.gather_dtype or own[0].dtype)
             rows = engine.gather(sent, f"{call}/gather")
         wholes = [
             tf.cast(layout.whole(row), own[0].dtype)
-            for layout, row in zip(cuts, _split(rows, cuts, 1), strict=True)
+            for layout, row in zip(cuts, _split(rows, cuts), strict=True)
         ]
 
         def gradient(*gradients):
@@ -276,17 +277,13 @@ def scatter(shard: Shard, gradient: tf.Tensor) -> tf.Tensor:
 
 def _scattered(engine, layouts, gradients, name, travel) -> list[tf.Tensor]:
     (dtype,) = {gradient.dtype for gradient in gradients}
-    sent = tf.cast(
-        _joined(
-            [
-                layout.rows(tf.convert_to_tensor(gradient))
-                for layout, gradient in zip(layouts, gradients, strict=True)
-            ]
-        ),
-        travel.reduce_dtype or dtype,
-    )
+    rows = [
+        layout.rows(tf.convert_to_tensor(gradient))
+        for layout, gradient in zip(layouts, gradients, strict=True)
+    ]
+    sent = tf.cast(tf.concat(rows, axis=-1), travel.reduce_dtype or dtype)
     shard = tf.cast(engine.reduce_scatter(sent, f"{name}/scatter"), dtype)
-    return _split(shard, layouts, axis=0)
+    return _split(shard, layouts)
 
 
 def _symbolic(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -299,13 +296,8 @@ def _symbolic(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     ]
 
 
-def _joined(tensors: list[tf.Tensor]) -> tf.Tensor:
-    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis=-1)
-
-
-def _split(joined: tf.Tensor, layouts, axis: int) -> list[tf.Tensor]:
-    lengths = [layout.length for layout in layouts]
-    return tf.split(joined, lengths, axis) if len(lengths) > 1 else [joined]
+def _split(joined: tf.Tensor, layouts) -> list[tf.Tensor]:
+    return tf.split(joined, [layout.length for layout in layouts], axis=-1)
 
 
 def _in_calls(layouts, tensors, deed: Callable) -> list[tf.Tensor]:
