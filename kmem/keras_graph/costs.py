@@ -222,14 +222,18 @@ def _read_before(tensors, num_forward: int) -> set:
         return set()
     operations = tensors[0].graph.get_operations()
     forward = set(operations[:num_forward])
-    backward = set(operations[num_forward:])
-    needed = ordering.ancestors([t.op for t in tensors], backward)
-    return {
-        root(tensor).ref()
-        for operation in needed
-        for tensor in operation.inputs
-        if tensor.op in forward
-    }
+    reads, visited, waiting = set(), set(), [t.op for t in tensors]
+    while waiting:
+        operation = waiting.pop()
+        if operation in visited or operation in forward:
+            continue
+        visited.add(operation)
+        for tensor in operation.inputs:
+            if tensor.op in forward:
+                reads.add(root(tensor).ref())
+            else:
+                waiting.append(tensor.op)
+    return reads
 
 
 def _is_memory(tensor: tf.Tensor) -> bool:
