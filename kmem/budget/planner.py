@@ -326,10 +326,16 @@ def _network(
         profile = profiling.measure(
             recording, costs == "measured", verbose, compiled
         )
-    return dataclasses.replace(
-        _measured_by_first(agreeing.processes(options), profile.network),
-        keeps_gradients=not updates.are_early(model, rest),
+    network = _measured_by_first(agreeing.processes(options), profile.network)
+    if not updates.are_early(model, rest):
+        return network
+    most = updates.early_bytes(model.trainable_variables)
+    late = frozenset(
+        index
+        for index, stage in enumerate(network.stages)
+        if stage.gradient_bytes > most
     )
+    return dataclasses.replace(network, keeps_gradients=False, late=late)
 
 
 def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:

@@ -95,6 +95,7 @@ class Network:
         resident_bytes: Parameters, optimizer, and what else stays.
         keeps_gradients: Whether the parameters' gradients stay until the step
             ends; else each is used up by an update at once.
+        late: The stages whose gradients stay even so.
     """
 
     stages: tuple[Stage, ...]
@@ -104,6 +105,7 @@ class Network:
     shared: tuple[tuple[int, ...], ...] = ()
     resident_bytes: int = 0
     keeps_gradients: bool = True
+    late: frozenset[int] = frozenset()
 
     def scaled(self, ratio: float) -> "Network":
         """The same for so many times the examples: all but gradients of
@@ -222,7 +224,7 @@ class Network:
                     given.append(outputs[-1])
             if stage.gradient_bytes:
                 outputs.append(new(stage.gradient_bytes))
-                if self.keeps_gradients:
+                if self.keeps_gradients or index in self.late:
                     results.add(outputs[-1])
             backward.append(
                 Operation(

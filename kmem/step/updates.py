@@ -2,9 +2,10 @@
 
 An update needs workspace, and uses a gradient up. If each variable is updated
 as soon as its gradient is there, the gradients of all variables are never in
-memory together. What this does not do: change what an update computes, so
-that an optimizer that looks at all gradients first, to clip them by their
-common norm or to scale a loss, updates at the end of a step.
+memory together; the few largest variables wait for the others. What this does
+not do: change what an update computes, so that an optimizer that looks at all
+gradients first, to clip them by their common norm or to scale a loss, updates
+at the end of a step.
 """
 
 import contextlib
@@ -26,17 +27,19 @@ _NUM_ARRAYS = 4
 
 
 def are_early(model: keras.Model, options: MemoryOptions) -> bool:
-    """Whether a planned step updates each variable when its gradient is there.
+    """Whether a planned step updates variables when their gradients are there.
 
     Args:
         options: The options, other than `remat`.
     """
     optimizer = model.optimizer if model.compiled else None
     precision = options.mixed_precision
+    variables = model.trainable_variables
+    most = early_bytes(variables)
     return (
         optimizer is not None
         and _updates_one_by_one(optimizer)
-        and _are_small(model.trainable_variables)
+        and any(batches.num_bytes(v) <= most for v in variables)
         and has_default_step(model)
         and not (model.run_eagerly or model.jit_compile)
         and model.distribute_strategy.num_replicas_in_sync == 1
@@ -55,13 +58,13 @@ def _updates_one_by_one(optimizer) -> bool:
     )
 
 
-def _are_small(variables: list) -> bool:
-    """Whether no update takes more than the gradients of all variables.
+def early_bytes(variables: list) -> float:
+    """Of variables, the size of the largest that is updated early.
 
-    When the backward pass begins, all activations are still there.
+    The update of a larger one would take more than the gradients of all, and
+    when the backward pass begins, all activations are still there.
     """
-    sizes = [batches.num_bytes(v.value) for v in variables]
-    return _NUM_ARRAYS * max(sizes, default=0) <= sum(sizes)
+    return batches.num_bytes(variables) / _NUM_ARRAYS
 
 
 def in_turn(

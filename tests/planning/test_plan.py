@@ -185,7 +185,9 @@ def test_every_field_survives(tmp_path):
 
     stage = differing(layer(0, shares=(1,), passed=(0,), gradients=(0,)))
     network = dataclasses.replace(
-        differing(NETWORK), stages=(stage, *NETWORK.stages[1:])
+        differing(NETWORK),
+        stages=(stage, *NETWORK.stages[1:]),
+        late=frozenset({1}),
     )
     plan = differing(make_plan(network=network, segments=()))
     for each in (stage, network, plan):

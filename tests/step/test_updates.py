@@ -14,14 +14,21 @@ pytestmark = pytest.mark.usefixtures("native_library")
 WIDTH, ROWS = 300, 32
 
 
-def stack(depth=4, **optimizer_arguments):
+def stack(depth=4, large=0, **optimizer_arguments):
     keras.utils.set_random_seed(0)
+    # Two whose updates wait for the others.
+    wide = (
+        [layers.Dense(large, name="wide"), layers.Dense(WIDTH, name="narrow")]
+        if large
+        else []
+    )
     block = [layers.Dense(WIDTH, "relu", name=f"{i}") for i in range(depth)]
     # Twice in a step: its gradient is a sum.
     shared = layers.Dense(WIDTH, "tanh", name="shared")
     last = layers.Dense(1, name="last")
     model = keras.Sequential(
-        [keras.Input((WIDTH,)), shared, *block, shared, last], name="stack"
+        [keras.Input((WIDTH,)), *wide, shared, *block, shared, last],
+        name="stack",
     )
     optimizer = keras.optimizers.Adam(name="adam", **optimizer_arguments)
     model.compile(optimizer, "mse")
@@ -42,9 +49,10 @@ def planned(model, plan):
     return lambda: model.train_on_batch(*data)
 
 
-def test_gradients_of_all_variables_are_never_together():
+@pytest.mark.parametrize("large", [0, 10 * WIDTH], ids=["", "beside large"])
+def test_gradients_of_all_variables_are_never_together(large):
     def measured(**optimizer_arguments):
-        model = stack(depth=12, **optimizer_arguments)
+        model = stack(depth=12, large=large, **optimizer_arguments)
         plan = kmem.plan(model, batch(), budget="1GB", costs="flops")
         assert not plan.segments
         drawn = max(plan.simulation.step_bytes)
@@ -54,9 +62,9 @@ def test_gradients_of_all_variables_are_never_together():
     # All gradients have to be there before one of them is clipped.
     drawn_with_all, peak_with_all = measured(global_clipnorm=1e9)
 
-    num_bytes = 4 * stack(depth=12).count_params()
-    assert drawn < drawn_with_all - 0.7 * num_bytes
-    assert peak < peak_with_all - 0.6 * num_bytes
+    small = stack(depth=12, large=large).count_params() - 2 * large * WIDTH
+    assert drawn < drawn_with_all - 0.7 * 4 * small
+    assert peak < peak_with_all - 0.6 * 4 * small
 
 
 @pytest.mark.parametrize(
@@ -64,6 +72,7 @@ def test_gradients_of_all_variables_are_never_together():
     [
         {},
         {"clipnorm": 0.01, "weight_decay": 0.1, "use_ema": True},
+        {"large": 10 * WIDTH},
         pytest.param({"global_clipnorm": 0.01}, marks=pytest.mark.exhaustive),
         pytest.param(
             {"gradient_accumulation_steps": 2}, marks=pytest.mark.exhaustive
@@ -102,9 +111,10 @@ def test_a_large_variable_is_updated_when_activations_are_gone():
 
     plan = kmem.plan(model, (x, np.tile(x, 20)), costs="flops")
 
-    assert plan.network.keeps_gradients
+    # The last layer, of three.
+    assert not plan.network.keeps_gradients and plan.network.late == {2}
     other = kmem.plan(stack(), batch(), costs="flops")
-    assert not other.network.keeps_gradients
+    assert not (other.network.keeps_gradients or other.network.late)
 
 
 def _deep_model():
