@@ -113,16 +113,29 @@ def test_what_no_longer_fits_is_searched_for(capsys):
     assert again["predicted_peak_bytes"] == chosen.predicted_peak_bytes
 
 
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory):
+    """A budget, and the name of the file that a search within it has left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("KMEM_CACHE", raising=False)
+        budget = _budget(4224)
+        _fit(_model(4224), memory_budget=budget)
+        (path,) = _kept()
+    return budget, path.name
+
+
 @pytest.mark.parametrize("damage", ["", "no JSON", "{}", '{"plain": 1}'])
-def test_a_damaged_file_is_searched_for(capsys, damage):
-    budget = _budget(4224)
-    _fit(_model(4224), memory_budget=budget)
-    (path,) = _kept()
+def test_a_damaged_file_is_searched_for(capsys, searched, damage):
+    budget, name = searched
+    path = cache.folder() / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(damage)
 
     tried, _ = _tries(capsys, 4224, budget)
 
     assert "what it chose" not in tried[0]
+    assert _kept() == [path]
     assert path.read_text() != damage
 
 
