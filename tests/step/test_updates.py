@@ -120,7 +120,7 @@ def test_a_large_variable_is_updated_when_activations_are_gone():
 def _deep_model():
     keras.utils.set_random_seed(0)
     inputs = x = keras.Input((64,))
-    for _ in range(8):
+    for _ in range(5):
         x = layers.Dense(64, "tanh")(x)
     model = keras.Model(inputs, layers.Dense(1)(x))
     model.compile("adam", "mse")
