@@ -46,7 +46,13 @@ def after(
     if private_tf.in_xla():
         return delayed(gradients, tensors), [tf.identity(w) for w in weights]
     with tf.control_dependencies(gradients):
-        return list(map(names.copy, tensors)), list(map(names.copy, weights))
+        return list(map(_copy, tensors)), list(map(_copy, weights))
+
+
+def _copy(tensor: tf.Tensor) -> tf.Tensor:
+    """A copy that TensorFlow does not cast before it waits: the cast would be
+    that of the forward pass, and stay."""
+    return fusion.lasting(names.copy(tensor))
 
 
 def delayed(

@@ -263,3 +263,19 @@ def test_the_price_is_what_the_gradient_reads(mode):
     # The gradient of a ReLU reads its output, that of a last layer does not.
     assert products(remat.recompute, activation="relu") == 17 + 6
     assert products(remat.recompute) == 17 + 4
+
+
+def test_what_is_cast_to_16_bits_is_cast_again(native_library):
+    """The weights are most of what a step of a few rows keeps."""
+    block = [keras.layers.Dense(256, "relu") for _ in range(16)]
+    model = kmem.wrap(keras.Sequential([keras.Input((256,)), *block]))
+    model.compile("sgd", "mse", jit_compile=False)
+    model.memory_options = kmem.MemoryOptions(
+        remat=kmem.Remat(solver="sqrt"), mixed_precision="bfloat16"
+    )
+    x = tf.ones((4, 256))
+
+    peak = least_peak_bytes(model.train_on_batch, x, x)
+
+    cast_bytes = 2 * model.count_params()
+    assert peak < 0.6 * cast_bytes
