@@ -90,15 +90,28 @@ class State:
     def _restore(self) -> None:
         identities = {id(variable) for variable, _ in self._values}
         for variable, value in self._values:
-            # Not the array itself: a variable may take over its memory, which
-            # is not the device's.
-            variable.assign(tf.raw_ops.DeepCopy(x=value))
+            try:
+                # Not the array itself: a variable may take over its memory,
+                # which is not the device's.
+                variable.assign(tf.raw_ops.DeepCopy(x=value))
+            except tf.errors.ResourceExhaustedError:
+                # What a step has updated had the memory for that.
+                if not _is_still(variable, value):
+                    raise
         for metric in self._metrics:
             # Those that the step has made.
             if any(
                 id(variable) not in identities for variable in metric.variables
             ):
                 metric.reset_state()
+
+
+def _is_still(variable, value: np.ndarray) -> bool:
+    """Whether a variable has a value; of replicas' nobody knows."""
+    both = variable, getattr(variable, "value", None)
+    if any(isinstance(v, tf.distribute.DistributedValues) for v in both):
+        return False
+    return variable.numpy().tobytes() == value.tobytes()
 
 
 @contextlib.contextmanager
