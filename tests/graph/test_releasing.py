@@ -91,8 +91,8 @@ def test_a_step_leaves_no_array_of_its_own(
     kmem.wrap(model).fit(ids, ids, batch_size=4, verbose=0, **options)
 
     gc.collect()
-    # Less than the gradient of the words, or the keys of a batch.
-    assert kmem.memory.current("CPU") - before < words * features
+    # The gradient of the words, and the keys of a batch, take 4 of these.
+    assert kmem.memory.current("CPU") - before < 3 * words * features
 
 
 def count():
