@@ -73,6 +73,8 @@ def test_a_model_that_was_trained_leaves_nothing(
     ],
     ids=str,
 )
+# Others have compiled before: a plan is not the best, and leaves no more.
+@pytest.mark.filterwarnings("ignore:XLA compiled something")
 def test_a_step_leaves_no_array_of_its_own(
     native_library, jit_compile, options
 ):
@@ -91,8 +93,8 @@ def test_a_step_leaves_no_array_of_its_own(
     kmem.wrap(model).fit(ids, ids, batch_size=4, verbose=0, **options)
 
     gc.collect()
-    # The gradient of the words, and the keys of a batch, take 4 of these.
-    assert kmem.memory.current("CPU") - before < 3 * words * features
+    # Less than the gradient of the words, or the keys of a batch.
+    assert kmem.memory.current("CPU") - before < words * features
 
 
 def count():
