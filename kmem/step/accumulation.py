@@ -18,7 +18,6 @@ from kmem.graph import releasing
 from kmem.graph.names import operations
 from kmem.graph.releasing import zeros
 from kmem.step import updates
-from kmem.step.batches import num_bytes
 from kmem.step.loss_terms import SUM
 from kmem.step.microbatch import BatchGradient
 from kmem.step.parts import Alone
@@ -116,13 +115,7 @@ class Updater:
                 order = batch.order
                 # Before it sees them in another order.
                 build_optimizer(self._optimizer, variables)
-                # The last layer's first, as a backward pass makes them, and the
-                # largest last of all.
-                most = updates.early_bytes(variables)
-                is_large = [num_bytes(v) > most for v in variables]
-                turns = sorted(
-                    range(len(variables))[::-1], key=is_large.__getitem__
-                )
+                turns = updates.turns(variables)
                 gradients = [gradients[turn] for turn in turns]
                 variables = [variables[turn] for turn in turns]
                 first = [g for g in gradients if g is not None][:1]

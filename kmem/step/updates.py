@@ -2,10 +2,9 @@
 
 An update needs workspace, and uses a gradient up. If each variable is updated
 as soon as its gradient is there, the gradients of all variables are never in
-memory together; the few largest variables wait for the others. What this does
-not do: change what an update computes, so that an optimizer that looks at all
-gradients first, to clip them by their common norm or to scale a loss, updates
-at the end of a step.
+memory together; the few largest wait for the others. What this does not do:
+change what an update computes, so that an optimizer that looks at all gradients
+first, to clip them by their common norm or to scale a loss, updates at the end.
 """
 
 import contextlib
@@ -65,6 +64,14 @@ def early_bytes(variables: list) -> float:
     when the backward pass begins, all activations are still there.
     """
     return batches.num_bytes(variables) / _NUM_ARRAYS
+
+
+def turns(variables: list) -> list[int]:
+    """In which order variables are updated early: the last layer's first, as
+    a backward pass makes their gradients, and the largest last of all."""
+    most = early_bytes(variables)
+    is_large = [batches.num_bytes(v) > most for v in variables]
+    return sorted(range(len(variables))[::-1], key=is_large.__getitem__)
 
 
 def in_turn(
