@@ -140,7 +140,7 @@ def row(name, share):
     in_use = kmem.memory.current("CPU")
     plain_peak, plain_seconds = steps({})
     budget = in_use + int(share * (plain_peak - in_use))
-    model.train_step = counted
+    pass
     options = {"memory_budget": budget}
     begin = f"| {name} | {share} | {plain_peak / 1e6:.0f} | "
     begin += f"{first_seconds:.0f} | {plain_seconds:.2f} | "

@@ -110,7 +110,7 @@ def choose(
             changes: Any = {"chosen": in_fit(best), "in_use_bytes": in_use}
             return search.session(best), dataclasses.replace(report, **changes)
 
-    plain = search.plain(given)
+    search.plain(given)
     if search.best is None:
         search.run(_allowed(model, given, options.allow))
     best = search.best
@@ -128,6 +128,9 @@ def choose(
         raise ImpossibleBudget(
             *(asked, budget_bytes, least, max(left, 0), tensors)
         )
+    plain = search.best
+    if best.options != given:
+        plain = menu.expected(given, menu.counts(given)[0])
     others = [choice for choice in search.tried if choice != best]
     others.sort(key=lambda choice: choice.predicted_seconds)
 

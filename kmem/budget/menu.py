@@ -5,6 +5,7 @@ Of all options few are run: one trace tells of all sizes of micro-batches
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -70,6 +71,8 @@ class Menu:
         # what a plan's step needs beyond what was expected, for each example.
         self._trials: dict[MemoryOptions, tuple[Trial, Line]] = {}
         self._learned: dict[MemoryOptions, float] = {}
+        # How many times as long a step takes as its layers by themselves.
+        self._pace = 1.0
         # By options without micro-batches: what can be planned.
         self._drawings: dict[MemoryOptions, Drawing] = {}
         plain = self._drawing(MemoryOptions())
@@ -103,21 +106,20 @@ class Menu:
         given = _key(options, count)
         if given not in self._trials:
             self.say(with_count(options, count))
-            drawing = self._drawing(options)
             trial = self.trial_of(given, None)
             most_size = self.size(options, self.counts(options)[0])
             if count > 1:
                 most_size = min(most_size, self.size(options, 2))
             line = trial.line(self.target - self.in_use, most_size)
-            drawing.measure_in(min(line.size, most_size))
             self._trials[given] = trial, line
         return self._trials[given]
 
     def _drawing(self, options: MemoryOptions) -> Drawing:
         given = _key(options, 1)
         if given not in self._drawings:
+            most_bytes = self.target - self.in_use
             self._drawings[given] = Drawing(
-                *(self.model, self.batch, given, self._verbose)
+                *(self.model, self.batch, given, most_bytes, self._verbose)
             )
         return self._drawings[given]
 
@@ -127,13 +129,34 @@ class Menu:
         return self._drawing(options).at(size, count > 1)
 
     def expected(self, options: MemoryOptions, count: int) -> Choice:
-        """What a step in so many micro-batches is going to take."""
-        _, line = self.trial(options, count)
+        """What a step in so many micro-batches is going to take. No step is
+        run of what is too large beyond doubt."""
         size = self.size(options, count)
-        peak = self.in_use + line.peak_at(size)
-        seconds = count * line.seconds_at(size)
+        peak = self._least_peak(options, count)
+        if peak > (1 + tuning.DOUBT) * self.target:
+            seconds = self._pace * self._layers_seconds(options, count)
+        else:
+            _, line = self.trial(options, count)
+            peak = self.in_use + line.peak_at(size)
+            seconds = count * line.seconds_at(size)
         given = dataclasses.replace(with_count(options, count), remat=None)
         return Choice(given, peak, seconds)
+
+    def _least_peak(self, options: MemoryOptions, count: int) -> int:
+        """What a step needs by its graph; 0 if that is not known."""
+        try:
+            drawing, size = self._drawing(options), self.size(options, count)
+            return self.in_use + drawing.least_bytes(size, count > 1)
+        except ValueError:
+            return 0
+
+    def _layers_seconds(self, options: MemoryOptions, count: int) -> float:
+        """The time of a step's layers by themselves."""
+        try:
+            everything = self.chooser(options, count).everything
+        except (ValueError, tf.errors.ResourceExhaustedError):
+            return math.inf
+        return count * everything.seconds
 
     def planned_trial(self, options: MemoryOptions, point: Point) -> Trial:
         """Steps with a plan."""
@@ -201,24 +224,22 @@ class Menu:
     def _more_bytes(self, options: MemoryOptions, count: int) -> int:
         """What a planned step is expected to need beyond what is drawn."""
         learned = self._learned.get(_key(options, count), 0)
-        return self._undrawn_bytes(options, count) + int(
-            learned * self.size(options, count)
-        )
+        return int(learned * self.size(options, count))
 
-    def _undrawn_bytes(self, options: MemoryOptions, count: int) -> int:
-        """What a step that keeps everything needs beyond what is drawn. Most
-        of it are gradients, of any batch."""
-        _, line = self.trial(options, count)
-        drawn = self.chooser(options, count).everything.peak_bytes
-        return line.peak_at(self.size(options, count)) - drawn
-
-    def learn(self, options: MemoryOptions, more: int) -> None:
-        """Takes note of what a planned step needs beyond what is drawn."""
+    def learn(
+        self, options: MemoryOptions, point: Point, choice: Choice | None
+    ) -> None:
+        """Takes note of what a planned step took beyond what is drawn; `None`
+        ran out of memory."""
         count = options.num_parts
-        learned = more - self._undrawn_bytes(options, count)
-        self._learned[_key(options, count)] = learned / self.size(
-            options, count
-        )
+        # How much more that needs, who knows.
+        peak = (1 + tuning.DOUBT) * self.target
+        if choice is not None:
+            peak = choice.predicted_peak_bytes
+            self._pace = choice.predicted_seconds / (count * point.seconds)
+        more = peak - self.in_use - point.peak_bytes
+        size = self.size(options, count)
+        self._learned[_key(options, count)] = more / size
 
     def say(self, options: MemoryOptions) -> None:
         """Shows what is tried."""

@@ -5,12 +5,14 @@ run and corrected (correction.py).
 """
 
 import dataclasses
+import functools
 import gc
 from typing import Any
 from typing import Literal
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from kmem import memory
 from kmem.base.private_keras import all_layers
@@ -24,12 +26,15 @@ from kmem.fit.undoing import Changes
 from kmem.graph import control
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
+from kmem.keras_graph.costs import Costs
 from kmem.keras_graph.recording import Recording
 from kmem.keras_graph.recording import num_bytes
 from kmem.options import MemoryOptions
 from kmem.options import Remat
+from kmem.planning.bounds import peak_lower_bound
 from kmem.planning.choosing import Chooser
 from kmem.planning.flat import Genetic
+from kmem.planning.flat import evaluate
 from kmem.planning.network import MEASURED
 from kmem.planning.network import Network
 from kmem.planning.plan import Plan
@@ -183,7 +188,7 @@ def make_plan(
     model: keras.Model,
     batch: Any,
     options: MemoryOptions,
-    costs: str,
+    costs: Costs,
     verbose: int,
     reserved_bytes: int = 0,
     argument: str = "budget",
@@ -242,13 +247,11 @@ def make_plan(
 class Drawing:
     """What the steps of a model need, in micro-batches of any size.
 
-    Its layers are measured once, in the smallest of the sizes that were asked
-    for until then.
-
     Args:
         model: The model, with its variables.
         batch: The whole batch, as `tf.TensorSpec`s.
         options: The options, without micro-batches.
+        most_bytes: What a layer may need by itself while it is measured.
         verbose: 1 shows progress.
     """
 
@@ -257,22 +260,27 @@ class Drawing:
         model: keras.Model,
         batch: Any,
         options: MemoryOptions,
+        most_bytes: int,
         verbose: int,
     ):
         self._model = model
         self._batch = batch
         self._options = options
+        self._most_bytes = most_bytes
         self._verbose = verbose
-        self._costs = "measured" if memory.is_counted() else "flops"
         self._choosers: dict[tuple[int, bool], Chooser] = {}
         self._recordings: dict[int, Recording] = {}
-        self._measured: Network | None = None
-        self._size = batches.num_rows(batch) or 1
+        self._num_rows = batches.num_rows(batch) or 1
 
-    def measure_in(self, size: int) -> None:
-        """Asks for layers to be measured in micro-batches of a size."""
-        if self._measured is None:
-            self._size = min(self._size, size)
+    def least_bytes(self, size: int, is_split: bool) -> int:
+        """What a step that keeps everything needs without workspace, in
+        micro-batches of a size, of one or of several: nothing is run.
+
+        Raises:
+            ValueError: If the model's step cannot be recorded.
+        """
+        network = self._traced.scaled(size / self._num_rows)
+        return evaluate(self._of_parts(network, is_split), ()).peak_bytes
 
     def at(self, size: int, is_split: bool) -> Chooser:
         """The plans for micro-batches of a size, of one or of several.
@@ -281,20 +289,54 @@ class Drawing:
             ValueError: If the model's step cannot be planned for.
             tf.errors.ResourceExhaustedError: If a layer by itself has no room.
         """
-        if self._measured is None:
-            if profiling.mode(self._model, self._options) == "xla":
-                control.prefer_little_memory()
-            self._measured = _network(
-                *(self._model, self.recording(self._size), self._options),
-                *(self._costs, self._verbose),
-            )
         if (size, is_split) not in self._choosers:
-            network = self._measured.scaled(size / self._size)
-            keeps = is_split or network.keeps_gradients
-            self._choosers[size, is_split] = Chooser(
-                dataclasses.replace(network, keeps_gradients=keeps)
-            )
+            network, measured_size = self._measured
+            network = network.scaled(size / measured_size)
+            chooser = Chooser(self._of_parts(network, is_split))
+            self._choosers[size, is_split] = chooser
         return self._choosers[size, is_split]
+
+    def _of_parts(self, network: Network, is_split: bool) -> Network:
+        """That of one of several micro-batches, beside the sums of their
+        gradients."""
+        if not is_split:
+            return network
+        sums = batches.num_bytes(self._model.trainable_variables)
+        return dataclasses.replace(
+            network, keeps_gradients=True, resident_bytes=sums
+        )
+
+    @functools.cached_property
+    def _traced(self) -> Network:
+        return self._network(self._num_rows, "traced", 0)
+
+    @functools.cached_property
+    def _measured(self) -> tuple[Network, int]:
+        """The layers, and the micro-batch in which they were measured: the
+        largest in which each has room by itself."""
+        if profiling.mode(self._model, self._options) == "xla":
+            control.prefer_little_memory()
+        costs: Costs = "measured" if memory.is_counted() else "flops"
+        size = self._num_rows
+        while size > 1 and not self._may_have_room(size):
+            size = -(-size // 2)
+        while True:
+            try:
+                return self._network(size, costs, self._verbose), size
+            except tf.errors.ResourceExhaustedError:
+                if size == 1:
+                    raise
+                size = -(-size // 2)
+
+    def _may_have_room(self, size: int) -> bool:
+        network = self._traced.scaled(size / self._num_rows)
+        return peak_lower_bound(network.graph) <= self._most_bytes
+
+    def _network(self, size: int, costs: Costs, verbose: int) -> Network:
+        recording = self.recording(size)
+        return _network(
+            *(self._model, recording, self._options, costs, verbose)
+        )
 
     def network(self, size: int, is_split: bool) -> Network:
         """That of micro-batches of a size, with its values as they are."""
@@ -316,16 +358,14 @@ def _network(
     model: keras.Model,
     recording: Recording,
     options: MemoryOptions,
-    costs: str,
+    costs: Costs,
     verbose: int,
 ) -> Network:
     """Measures what was recorded."""
     compiled = profiling.mode(model, options) == "xla"
     rest = dataclasses.replace(options, remat=None)
     with as_in_a_step(model, options):
-        profile = profiling.measure(
-            recording, costs == "measured", verbose, compiled
-        )
+        profile = profiling.measure(recording, costs, verbose, compiled)
     network = _measured_by_first(agreeing.processes(options), profile.network)
     if not updates.are_early(model, rest):
         return network

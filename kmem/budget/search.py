@@ -63,14 +63,11 @@ class Search:
         # Two micro-batches of it were run, or it was measured before.
         return Session(self._menu.model, best.options, best.plan)
 
-    def plain(self, options: MemoryOptions) -> Choice:
-        """Tries a step without any of kmem's choices; returns what it takes,
-        or would take."""
-        (count, *_) = self._menu.counts(options)
-        choice = self._unplanned(options, [count])
+    def plain(self, options: MemoryOptions) -> None:
+        """Tries a step without any of kmem's choices."""
+        choice = self._unplanned(options, self._menu.counts(options)[:1])
         if choice is not None:
             self._keep(choice)
-        return choice or self._menu.expected(options, count)
 
     def run(self, allowed: list[MemoryOptions]) -> None:
         """Looks for the best step under any of some options, of which a plain
@@ -217,12 +214,11 @@ class Search:
         else:
             trial = self._menu.planned_trial(options, point)
         choice = self._run(options, trial)
+        if point is not None:
+            self._menu.learn(options, point, choice)
         if choice is None:
             return None
         peak = choice.predicted_peak_bytes
-        if point is not None:
-            more = peak - self._menu.in_use - point.peak_bytes
-            self._menu.learn(options, more)
         self.tried.append(choice)
         least = self.least.predicted_peak_bytes if self.least else math.inf
         if peak < (1 - tuning.MARGIN) * least:
@@ -283,10 +279,7 @@ class Search:
                 break
             tried.add(point.segments)
             choice = self._measured(options, point)
-            if choice is None:
-                # It needs more than there is, and who knows how much.
-                menu.learn(options, menu.target - point.peak_bytes)
-            elif menu.fits(choice):
+            if choice is not None and menu.fits(choice):
                 if best is None or (
                     choice.predicted_seconds < best.predicted_seconds
                 ):

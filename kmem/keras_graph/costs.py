@@ -14,6 +14,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
+from typing import Literal
 
 import keras
 import tensorflow as tf
@@ -28,6 +29,9 @@ from kmem.keras_graph.recording import root
 from kmem.remat import state
 from kmem.step import capture
 from kmem.step.batches import num_bytes
+
+# How a call's costs are found.
+Costs = Literal["measured", "flops", "traced"]
 
 # A processor of no particular make, for times that are computed.
 _FLOPS_PER_SECOND = 1e11
@@ -67,13 +71,14 @@ class Cost:
     backward_workspace_bytes: int = 0
 
 
-def cost_of(call: Call, measured: bool, compiled: bool = False) -> Cost:
+def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
     """Traces a call with its gradient, and runs both.
 
     Nothing is changed: what is assigned within is dropped.
 
     Args:
-        measured: Whether seconds are measured; computed otherwise.
+        costs: `"measured"`; `"flops"` for seconds that are computed; or
+            `"traced"` for what is kept alone: nothing is run.
         compiled: Whether XLA compiles the step.
     """
     run, inputs = _of_tensors(call)
@@ -82,7 +87,9 @@ def cost_of(call: Call, measured: bool, compiled: bool = False) -> Cost:
     both = _Backward(run, [_of_one_replica(v.value) for v in trained])
     traced = both.trace(inputs, results)
     cost = both.cost
-    is_counted = memory.is_counted()
+    if costs == "traced":
+        return cost
+    measured, is_counted = costs == "measured", memory.is_counted()
     seconds = both_seconds = 0.0
     forward_peak = backward_peak = 0
     if measured or is_counted:
@@ -105,14 +112,17 @@ def cost_of(call: Call, measured: bool, compiled: bool = False) -> Cost:
         num_bytes(inputs[i]) for i in set(cost.gradients) - set(cost.passed)
     )
     variables = getattr(call.operation, "variables", [])
+    made_bytes = sum(map(num_bytes, results))
+    if cost.residual_bytes:
+        # Where it needs most, what is kept may not all be there yet. Both
+        # together need what was seen.
+        forward_peak = min(forward_peak, backward_peak - cost.residual_bytes)
     return dataclasses.replace(
         cost,
         parameter_bytes=sum(num_bytes(v.value) for v in variables),
         forward_seconds=seconds,
         backward_seconds=max(both_seconds - again * seconds, 0.0),
-        forward_workspace_bytes=max(
-            0, forward_peak - sum(map(num_bytes, results))
-        ),
+        forward_workspace_bytes=max(0, forward_peak - made_bytes),
         backward_workspace_bytes=max(0, backward_peak - own_bytes),
     )
 
@@ -145,8 +155,10 @@ class _Backward:
         self._variables = variables
 
     def run(self, inputs, output_gradients) -> list:
-        """Computes the gradient."""
-        _, gradients, _ = self._gradients(inputs, output_gradients)
+        """Computes the gradient; after all of the forward pass, where it reads
+        more of it than arguments and results."""
+        is_whole = self.cost.residual_bytes > 0
+        _, gradients, _ = self._gradients(inputs, output_gradients, is_whole)
         return [g for g in gradients if g is not None]
 
     def trace(self, inputs, results):
@@ -154,11 +166,16 @@ class _Backward:
         function = releasing.function(self._trace)
         return function.get_concrete_function(inputs, results)
 
-    def _gradients(self, inputs, output_gradients):
+    def _gradients(self, inputs, output_gradients, is_whole: bool = False):
         sources = [t for t in inputs if t.dtype.is_floating]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources + self._variables)
             outputs = self._run(inputs)
+        if is_whole:
+            # Nobody needs the last operations' results here.
+            ends = [tf.reshape(output, [-1])[:1] for output in outputs]
+            with tf.control_dependencies(ends):
+                output_gradients = list(map(tf.identity, output_gradients))
         graph = tf.compat.v1.get_default_graph()
         num_forward = len(graph.get_operations())
         pairs = [

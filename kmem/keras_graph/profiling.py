@@ -14,6 +14,7 @@ from kmem.base.private_keras import all_layers
 from kmem.base.sizes import format_size
 from kmem.keras_graph import costs as call_costs
 from kmem.keras_graph.costs import Cost
+from kmem.keras_graph.costs import Costs
 from kmem.keras_graph.recording import Call
 from kmem.keras_graph.recording import Recording
 from kmem.keras_graph.recording import record
@@ -123,7 +124,7 @@ def profile(
     must_be(is_known, costs, "costs", '"measured" or "flops"')
     compiled = mode(model) == "xla"
     recording = record_batch(model, batch)
-    return measure(recording, costs == "measured", compiled=compiled)
+    return measure(recording, costs, compiled=compiled)
 
 
 def mode(
@@ -160,13 +161,13 @@ def checked_specs(model: keras.Model, batch: Any) -> Any:
 
 def measure(
     recording: Recording,
-    measured: bool,
+    costs: Costs,
     verbose: int = 0,
     compiled: bool = False,
 ) -> Profile:
     """Costs each call; equal calls are run once."""
     cost_by_signature: dict[str, Cost] = {}
-    costs = []
+    found = []
     progress = keras.utils.Progbar(
         len(recording.calls), verbose=verbose, unit_name="operation"
     )
@@ -174,23 +175,23 @@ def measure(
         if call.operation is None:
             # What a subclassed model does between layers is not run.
             floats = tuple(i for i, v in enumerate(call.reads) if v is not None)
-            costs.append(
+            found.append(
                 Cost(gradients=floats, residual_bytes=call.residual_bytes)
             )
         else:
             key = signature(call)
             if key not in cost_by_signature:
-                cost_by_signature[key] = _cost_of(call, measured, compiled)
-            costs.append(cost_by_signature[key])
+                cost_by_signature[key] = _cost_of(call, costs, compiled)
+            found.append(cost_by_signature[key])
         if verbose:
             progress.add(1)
-    return _assemble(recording, costs)
+    return _assemble(recording, found)
 
 
-def _cost_of(call: Call, measured: bool, compiled: bool) -> Cost:
+def _cost_of(call: Call, costs: Costs, compiled: bool) -> Cost:
     try:
         with private_tf.refusals():
-            return call_costs.cost_of(call, measured, compiled)
+            return call_costs.cost_of(call, costs, compiled)
     except tf.errors.ResourceExhaustedError as error:
         raise tf.errors.ResourceExhaustedError(
             None,

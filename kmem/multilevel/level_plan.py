@@ -224,8 +224,9 @@ def _drawing(recording, mode: str) -> Network:
     """What one forward and backward pass of a model needs."""
     key = applying.structure(recording), mode
     if key not in _drawings:
+        costs = "measured" if memory.is_counted() else "flops"
         _drawings[key] = profiling.measure(
-            recording, memory.is_counted(), compiled=mode == "xla"
+            recording, costs, compiled=mode == "xla"
         ).network
     while len(_drawings) > _MAX_DRAWINGS:
         _drawings.pop(next(iter(_drawings)))

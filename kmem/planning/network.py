@@ -222,17 +222,22 @@ class Network:
                 else:
                     outputs.append(new(self.value_bytes[value]))
                     given.append(outputs[-1])
+            workspace_bytes = stage.backward_workspace_bytes + added
             if stage.gradient_bytes:
                 outputs.append(new(stage.gradient_bytes))
                 if self.keeps_gradients or index in self.late:
                     results.add(outputs[-1])
+                else:
+                    # What its update computes is as large.
+                    update_bytes = stage.gradient_bytes
+                    workspace_bytes = max(workspace_bytes, update_bytes)
             backward.append(
                 Operation(
                     name=f"{stage.name}, backward",
                     inputs=tuple(inputs),
                     outputs=tuple(outputs),
                     seconds=stage.backward_seconds,
-                    workspace_bytes=stage.backward_workspace_bytes + added,
+                    workspace_bytes=workspace_bytes,
                     recomputable=False,
                 )
             )

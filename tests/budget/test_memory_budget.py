@@ -316,10 +316,11 @@ def test_a_search_takes_few_traces_however_large_the_batch(monkeypatch):
     def search(rows):
         keras.utils.set_random_seed(0)
         blocks = [layers.Dense(64, "tanh") for _ in range(8)]
-        model = CountsTraces([keras.Input((256, 16)), *blocks])
+        last = layers.Dense(1)
+        model = CountsTraces([keras.Input((256, 16)), *blocks, last])
         model.compile("sgd", "mse")
         model = kmem.wrap(model)
-        data = tf.zeros((rows, 256, 16)), tf.zeros((rows, 256, 64))
+        data = tf.zeros((rows, 256, 16)), tf.zeros((rows, 256, 1))
         model.memory_options = kmem.MemoryOptions()
         needed = max(peaks_bytes(model.train_on_batch, *data))
         before = CountsTraces.traces

@@ -192,7 +192,7 @@ def _segments(network: Network, random, start, stop, depth=3):
 def _plan(model, x, y, mode: str, seed: int) -> Plan:
     batch = batches.specs_of((x[:_ROWS], y[:_ROWS]))
     recording = profiling.record_batch(model, batch)
-    network = profiling.measure(recording, False).network
+    network = profiling.measure(recording, "flops").network
     random = np.random.default_rng(seed)
     segments = _segments(network, random, 0, len(network.stages))
     return Plan(

@@ -24,7 +24,7 @@ def cost(layer, shape=(WIDTH,), dtype="float32"):
         arguments *= 2
     model = keras.Model(inputs, layer(*arguments))
     spec = tf.TensorSpec((ROWS, *shape), dtype)
-    return cost_of(record_batch(model, spec).calls[0], measured=False)
+    return cost_of(record_batch(model, spec).calls[0], "flops")
 
 
 def test_a_dense_layer_keeps_its_input():
