@@ -128,15 +128,12 @@ def choose(
         raise ImpossibleBudget(
             *(asked, budget_bytes, least, max(left, 0), tensors)
         )
-    plain = search.best
-    if best.options != given:
-        plain = menu.expected(given, menu.counts(given)[0])
     others = [choice for choice in search.tried if choice != best]
     others.sort(key=lambda choice: choice.predicted_seconds)
 
     report = MemoryReport(
         budget_bytes=budget_bytes,
-        plain=in_fit(plain),
+        plain=in_fit(search.of(given)),
         chosen=in_fit(best),
         alternatives=tuple(map(in_fit, others)),
         in_use_bytes=in_use,

@@ -1,7 +1,7 @@
 """What the steps of a model are expected to take, by the options.
 
-Of all options few are run: one trace tells of all sizes of micro-batches
-(trial.py), and one drawing of all plans (planner.py).
+Of all options few are run: the layers tell of all sizes of micro-batches and
+of all plans, and one trace serves all sizes (trial.py).
 """
 
 import dataclasses
@@ -11,10 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from kmem.budget import tuning
-from kmem.budget.planner import Drawing
 from kmem.budget.report import Choice
 from kmem.budget.report import describe
-from kmem.budget.trial import Line
+from kmem.budget.trial import Drawing
 from kmem.budget.trial import Trial
 from kmem.budget.trial import model_key
 from kmem.graph import control
@@ -28,6 +27,10 @@ from kmem.planning.flat import Point
 from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
 from kmem.step import batches
+
+# Why layers tell nothing: a model cannot be recorded, or one of its layers has
+# no room by itself.
+NOT_DRAWN = ValueError, tf.errors.ResourceExhaustedError
 
 
 class Menu:
@@ -69,7 +72,7 @@ class Menu:
         self._batch_size = batches.num_rows(batch) or 1
         # By options with one or two micro-batches: steps without a plan, and
         # what a plan's step needs beyond what was expected, for each example.
-        self._trials: dict[MemoryOptions, tuple[Trial, Line]] = {}
+        self._trials: dict[MemoryOptions, Trial] = {}
         self._learned: dict[MemoryOptions, float] = {}
         # How many times as long a step takes as its layers by themselves.
         self._pace = 1.0
@@ -101,17 +104,12 @@ class Menu:
         own = -(-self._batch_size // agreeing.processes(options).size)
         return -(-own // count)
 
-    def trial(self, options: MemoryOptions, count: int) -> tuple[Trial, Line]:
-        """Steps without a plan, and what they tell of other sizes."""
-        given = _key(options, count)
+    def trial(self, options: MemoryOptions) -> Trial:
+        """Steps without a plan, in micro-batches of any size."""
+        given = _key(options, options.num_parts)
         if given not in self._trials:
-            self.say(with_count(options, count))
-            trial = self.trial_of(given, None)
-            most_size = self.size(options, self.counts(options)[0])
-            if count > 1:
-                most_size = min(most_size, self.size(options, 2))
-            line = trial.line(self.target - self.in_use, most_size)
-            self._trials[given] = trial, line
+            self.say(options)
+            self._trials[given] = self.trial_of(given, None)
         return self._trials[given]
 
     def _drawing(self, options: MemoryOptions) -> Drawing:
@@ -128,35 +126,26 @@ class Menu:
         size = self.size(options, count)
         return self._drawing(options).at(size, count > 1)
 
-    def expected(self, options: MemoryOptions, count: int) -> Choice:
-        """What a step in so many micro-batches is going to take. No step is
-        run of what is too large beyond doubt."""
-        size = self.size(options, count)
-        peak = self._least_peak(options, count)
-        if peak > (1 + tuning.DOUBT) * self.target:
-            seconds = self._pace * self._layers_seconds(options, count)
-        else:
-            _, line = self.trial(options, count)
-            peak = self.in_use + line.peak_at(size)
-            seconds = count * line.seconds_at(size)
-        given = dataclasses.replace(with_count(options, count), remat=None)
-        return Choice(given, peak, seconds)
-
-    def _least_peak(self, options: MemoryOptions, count: int) -> int:
-        """What a step needs by its graph; 0 if that is not known."""
+    def may_fit(self, options: MemoryOptions, count: int) -> bool:
+        """Whether a step without a plan is worth a run: what it makes, without
+        workspace, is not too much beyond doubt. TensorFlow orders such a step,
+        so that nothing but a run tells its peak."""
+        drawing, size = self._drawing(options), self.size(options, count)
         try:
-            drawing, size = self._drawing(options), self.size(options, count)
-            return self.in_use + drawing.least_bytes(size, count > 1)
+            least = self.in_use + drawing.least_bytes(size, count > 1)
         except ValueError:
-            return 0
+            return True
+        return least <= (1 + tuning.DOUBT) * self.target
 
-    def _layers_seconds(self, options: MemoryOptions, count: int) -> float:
-        """The time of a step's layers by themselves."""
+    def expected(self, options: MemoryOptions, count: int) -> Choice:
+        """What a step without a plan is going to take, by its layers."""
+        given = with_count(options, count)
         try:
             everything = self.chooser(options, count).everything
-        except (ValueError, tf.errors.ResourceExhaustedError):
-            return math.inf
-        return count * everything.seconds
+        except NOT_DRAWN:
+            return Choice(given, self.target + 1, math.inf)
+        peak = self.in_use + everything.peak_bytes
+        return Choice(given, peak, self._pace * count * everything.seconds)
 
     def planned_trial(self, options: MemoryOptions, point: Point) -> Trial:
         """Steps with a plan."""
@@ -193,20 +182,16 @@ class Menu:
     def drawn(self, options: MemoryOptions, count: int) -> Choice | None:
         """What the best plan for so many micro-batches is expected to take;
         `None` if there is none."""
-        unplanned = self.expected(options, count)
         try:
             point = self.point(options, count)
-            everything = self.chooser(options, count).everything
-        except (ValueError, tf.errors.ResourceExhaustedError):
-            # It cannot be planned, or a layer by itself has no room.
+        except NOT_DRAWN:
             return None
         if point is None:
             return None
-        given = dataclasses.replace(unplanned.options, remat=self.remat)
-        more = self._more_bytes(options, count)
-        peak = self.in_use + point.peak_bytes + more
-        slowdown = point.seconds / everything.seconds
-        return Choice(given, peak, slowdown * unplanned.predicted_seconds)
+        given = with_count(options, count)
+        given = dataclasses.replace(given, remat=self.remat)
+        peak = self.in_use + point.peak_bytes + self._more_bytes(options, count)
+        return Choice(given, peak, self._pace * count * point.seconds)
 
     def point(self, options: MemoryOptions, count: int) -> Point | None:
         """The fastest plan that is expected to fit; the smallest if that is

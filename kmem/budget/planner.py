@@ -5,14 +5,12 @@ run and corrected (correction.py).
 """
 
 import dataclasses
-import functools
 import gc
 from typing import Any
 from typing import Literal
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from kmem import memory
 from kmem.base.private_keras import all_layers
@@ -28,13 +26,10 @@ from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
 from kmem.keras_graph.costs import Costs
 from kmem.keras_graph.recording import Recording
-from kmem.keras_graph.recording import num_bytes
 from kmem.options import MemoryOptions
 from kmem.options import Remat
-from kmem.planning.bounds import peak_lower_bound
 from kmem.planning.choosing import Chooser
 from kmem.planning.flat import Genetic
-from kmem.planning.flat import evaluate
 from kmem.planning.network import MEASURED
 from kmem.planning.network import Network
 from kmem.planning.plan import Plan
@@ -45,6 +40,7 @@ from kmem.step import updates
 from kmem.step.capture import DiscardedState
 
 _learned: dict[tuple, Learned] = {}
+_networks: dict[tuple, Network] = {}
 
 
 def plan(
@@ -230,7 +226,7 @@ def make_plan(
     in_use = agreeing.highest(group, in_use_bytes(model, batch, options))
     learned = _learned.pop(key, None)
     if learned is None:
-        network = _network(model, recording, options, costs, verbose)
+        network = network_of(model, recording, options, costs, verbose)
         learned = Learned(Chooser(network, remat.solver))
     _learned[key] = learned
     while len(_learned) > tuning.MAX_KEPT:
@@ -244,129 +240,33 @@ def make_plan(
     return plan, in_use, session
 
 
-class Drawing:
-    """What the steps of a model need, in micro-batches of any size.
-
-    Args:
-        model: The model, with its variables.
-        batch: The whole batch, as `tf.TensorSpec`s.
-        options: The options, without micro-batches.
-        most_bytes: What a layer may need by itself while it is measured.
-        verbose: 1 shows progress.
-    """
-
-    def __init__(
-        self,
-        model: keras.Model,
-        batch: Any,
-        options: MemoryOptions,
-        most_bytes: int,
-        verbose: int,
-    ):
-        self._model = model
-        self._batch = batch
-        self._options = options
-        self._most_bytes = most_bytes
-        self._verbose = verbose
-        self._choosers: dict[tuple[int, bool], Chooser] = {}
-        self._recordings: dict[int, Recording] = {}
-        self._num_rows = batches.num_rows(batch) or 1
-
-    def least_bytes(self, size: int, is_split: bool) -> int:
-        """What a step that keeps everything needs without workspace, in
-        micro-batches of a size, of one or of several: nothing is run.
-
-        Raises:
-            ValueError: If the model's step cannot be recorded.
-        """
-        network = self._traced.scaled(size / self._num_rows)
-        return evaluate(self._of_parts(network, is_split), ()).peak_bytes
-
-    def at(self, size: int, is_split: bool) -> Chooser:
-        """The plans for micro-batches of a size, of one or of several.
-
-        Raises:
-            ValueError: If the model's step cannot be planned for.
-            tf.errors.ResourceExhaustedError: If a layer by itself has no room.
-        """
-        if (size, is_split) not in self._choosers:
-            network, measured_size = self._measured
-            network = network.scaled(size / measured_size)
-            chooser = Chooser(self._of_parts(network, is_split))
-            self._choosers[size, is_split] = chooser
-        return self._choosers[size, is_split]
-
-    def _of_parts(self, network: Network, is_split: bool) -> Network:
-        """That of one of several micro-batches, beside the sums of their
-        gradients."""
-        if not is_split:
-            return network
-        sums = batches.num_bytes(self._model.trainable_variables)
-        return dataclasses.replace(
-            network, keeps_gradients=True, resident_bytes=sums
-        )
-
-    @functools.cached_property
-    def _traced(self) -> Network:
-        return self._network(self._num_rows, "traced", 0)
-
-    @functools.cached_property
-    def _measured(self) -> tuple[Network, int]:
-        """The layers, and the micro-batch in which they were measured: the
-        largest in which each has room by itself."""
-        if profiling.mode(self._model, self._options) == "xla":
-            control.prefer_little_memory()
-        costs: Costs = "measured" if memory.is_counted() else "flops"
-        size = self._num_rows
-        while size > 1 and not self._may_have_room(size):
-            size = -(-size // 2)
-        while True:
-            try:
-                return self._network(size, costs, self._verbose), size
-            except tf.errors.ResourceExhaustedError:
-                if size == 1:
-                    raise
-                size = -(-size // 2)
-
-    def _may_have_room(self, size: int) -> bool:
-        network = self._traced.scaled(size / self._num_rows)
-        return peak_lower_bound(network.graph) <= self._most_bytes
-
-    def _network(self, size: int, costs: Costs, verbose: int) -> Network:
-        recording = self.recording(size)
-        return _network(
-            *(self._model, recording, self._options, costs, verbose)
-        )
-
-    def network(self, size: int, is_split: bool) -> Network:
-        """That of micro-batches of a size, with its values as they are."""
-        sizes = tuple(map(num_bytes, self.recording(size).tensors))
-        network = self.at(size, is_split).network
-        return dataclasses.replace(network, value_bytes=sizes)
-
-    def recording(self, size: int) -> Recording:
-        """What the model calls in a micro-batch of a size."""
-        if size not in self._recordings:
-            microbatch = batches.with_rows(self._batch, size)
-            with as_in_a_step(self._model, self._options):
-                recording = profiling.record_batch(self._model, microbatch)
-            self._recordings[size] = recording
-        return self._recordings[size]
+def measured(
+    recording: Recording, costs: Costs, mode: str, verbose: int = 0
+) -> Network:
+    """What was recorded, with the costs of each call. They serve all models
+    of the same structure."""
+    key = applying.structure(recording), costs, mode
+    if key not in _networks:
+        profile = profiling.measure(recording, costs, verbose, mode == "xla")
+        _networks[key] = profile.network
+    while len(_networks) > tuning.MAX_KEPT:
+        _networks.pop(next(iter(_networks)))
+    return _networks[key]
 
 
-def _network(
+def network_of(
     model: keras.Model,
     recording: Recording,
     options: MemoryOptions,
     costs: Costs,
     verbose: int,
 ) -> Network:
-    """Measures what was recorded."""
-    compiled = profiling.mode(model, options) == "xla"
+    """The network of steps under some options, as process 0 has measured it."""
+    mode = profiling.mode(model, options)
     rest = dataclasses.replace(options, remat=None)
     with as_in_a_step(model, options):
-        profile = profiling.measure(recording, costs, verbose, compiled)
-    network = _measured_by_first(agreeing.processes(options), profile.network)
+        network = measured(recording, costs, mode, verbose)
+    network = _measured_by_first(agreeing.processes(options), network)
     if not updates.are_early(model, rest):
         return network
     most = updates.early_bytes(model.trainable_variables)
@@ -376,6 +276,20 @@ def _network(
         if stage.gradient_bytes > most
     )
     return dataclasses.replace(network, keeps_gradients=False, late=late)
+
+
+def _measured_by_first(group: Engine, network: Network) -> Network:
+    """A network with the measurements of process 0."""
+    own = [[getattr(s, name) for name in MEASURED] for s in network.stages]
+    first = agreeing.of_first(group, np.array(own, "float64"))
+    stages = []
+    for stage, row in zip(network.stages, first, strict=True):
+        numbers = {
+            name: type(getattr(stage, name))(number)
+            for name, number in zip(MEASURED, row, strict=True)
+        }
+        stages.append(dataclasses.replace(stage, **numbers))
+    return dataclasses.replace(network, stages=tuple(stages))
 
 
 def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
@@ -407,19 +321,6 @@ def _microbatch(batch, options: MemoryOptions) -> Any:
     """What of a batch a process computes at a time, at most."""
     own = batches.part_of(batch, agreeing.processes(options).size)
     return batches.part_of(own, options.num_parts)
-
-
-def _measured_by_first(group: Engine, network: Network) -> Network:
-    """A network with the measurements of process 0."""
-    own = [[getattr(s, name) for name in MEASURED] for s in network.stages]
-    first = agreeing.of_first(group, np.array(own, "float64"))
-    stages = []
-    for stage, row in zip(network.stages, first, strict=True):
-        numbers = dict(zip(MEASURED, row, strict=True))
-        for name, number in numbers.items():
-            numbers[name] = type(getattr(stage, name))(number)
-        stages.append(dataclasses.replace(stage, **numbers))
-    return dataclasses.replace(network, stages=tuple(stages))
 
 
 def _check_batch(plan: Plan, options: MemoryOptions, batch) -> None:

@@ -14,10 +14,9 @@ import dataclasses
 import math
 import warnings
 
-import tensorflow as tf
-
 from kmem import memory
 from kmem.budget import tuning
+from kmem.budget.menu import NOT_DRAWN
 from kmem.budget.menu import Menu
 from kmem.budget.menu import with_count
 from kmem.budget.report import Choice
@@ -68,6 +67,13 @@ class Search:
         choice = self._unplanned(options, self._menu.counts(options)[:1])
         if choice is not None:
             self._keep(choice)
+
+    def of(self, options: MemoryOptions) -> Choice:
+        """What a step without any of kmem's choices takes, or would take."""
+        (count, *_) = self._menu.counts(options)
+        given = with_count(options, count)
+        ran = [choice for choice in self.tried if choice.options == given]
+        return ran[0] if ran else self._menu.expected(options, count)
 
     def run(self, allowed: list[MemoryOptions]) -> None:
         """Looks for the best step under any of some options, of which a plain
@@ -155,8 +161,8 @@ class Search:
                 choice = self._unplanned(options, counts[place : place + 1])
                 if choice is None:
                     break
-        drawn = [self._menu.drawn(options, count) for count in fewer]
-        expected = [each for each in drawn if each is not None]
+        drawn = (self._menu.drawn(options, count) for count in fewer)
+        expected = list(filter(None, drawn))
         self.tried += expected
         while expected:
             least = min(each.predicted_seconds for each in expected)
@@ -180,12 +186,13 @@ class Search:
         ran = {choice.options for choice in self._ran}
         for remat in (None, self._menu.remat):
             given = with_count(dataclasses.replace(options, remat=remat), count)
-            if remat is None and given in ran:
+            is_known = given in ran or not self._menu.may_fit(options, count)
+            if remat is None and is_known:
                 continue
             try:
                 chooser = self._menu.chooser(options, count)
                 point = chooser.smallest if remat else None
-            except (ValueError, tf.errors.ResourceExhaustedError):
+            except NOT_DRAWN:
                 return
             choice = self._measured(given, point)
             if choice is not None and self._menu.fits(choice):
@@ -197,9 +204,9 @@ class Search:
         """The first number of micro-batches that fits."""
         ran = {choice.options for choice in self.tried}
         for count in counts:
-            expected = self._menu.expected(options, count)
-            if self._menu.fits(expected) and expected.options not in ran:
-                choice = self._measured(expected.options)
+            given = with_count(options, count)
+            if given not in ran and self._menu.may_fit(options, count):
+                choice = self._measured(given)
                 if choice is not None and self._menu.fits(choice):
                     return choice
         return None
@@ -210,7 +217,7 @@ class Search:
         """Runs a step, and learns from it; returns what it takes if it does
         not run out of memory."""
         if point is None:
-            trial, _ = self._menu.trial(options, options.num_parts)
+            trial = self._menu.trial(options)
         else:
             trial = self._menu.planned_trial(options, point)
         choice = self._run(options, trial)

@@ -1,14 +1,16 @@
 """What the step of one option takes, with batches of any size.
 
-A step is traced once, for batches whose size is not known, and run with the
-sizes that are asked for. Of a step in many micro-batches two are run: they come
-one after another, in one loop, so that from the second on each needs what the
-one before did. What grows with their number is the batch, and the time. Where
-bytes cannot be counted, no step is run: a drawing tells what to expect.
+Its layers by themselves, measured once, tell what to expect: the drawing. What
+is worth it is run. A step is traced once, for batches whose size is not known,
+and run with the sizes that are asked for. Of a step in many micro-batches two
+are run: they come one after another, in one loop, so that from the second on
+each needs what the one before did. What grows with their number is the batch,
+and the time. Where bytes cannot be counted, no step is run.
 """
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import math
@@ -16,19 +18,28 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from kmem import memory
 from kmem.budget import dry_run
+from kmem.budget import planner
 from kmem.budget import tuning
 from kmem.budget.dry_run import Measurement
-from kmem.budget.planner import Drawing
+from kmem.fit.mechanisms import as_in_a_step
 from kmem.fit.session import Session
+from kmem.graph import control
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
+from kmem.keras_graph.costs import Costs
 from kmem.keras_graph.recording import Recording
+from kmem.keras_graph.recording import num_bytes
 from kmem.options import MemoryOptions
 from kmem.options import MicroBatches
+from kmem.planning.bounds import peak_lower_bound
+from kmem.planning.choosing import Chooser
+from kmem.planning.flat import evaluate
+from kmem.planning.network import Network
 from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
 from kmem.step import batches
@@ -39,29 +50,105 @@ from kmem.step import capture
 _measurements: dict[tuple, Measurement] = {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """What a step needs and takes by the examples of a micro-batch.
+class Drawing:
+    """What the steps of a model need, in micro-batches of any size.
 
-    That is a line: weights, their gradients and the optimizer whatever the
-    number of examples, and activations for each of them. It is drawn through
-    two steps that were run.
+    Args:
+        model: The model, with its variables.
+        batch: The whole batch, as `tf.TensorSpec`s.
+        options: The options, without micro-batches.
+        most_bytes: What a layer may need by itself while it is measured.
+        verbose: 1 shows progress.
     """
 
-    size: int
-    peak_bytes: float
-    seconds: float
-    more_bytes: float
-    more_seconds: float
+    def __init__(
+        self,
+        model: keras.Model,
+        batch: Any,
+        options: MemoryOptions,
+        most_bytes: int,
+        verbose: int,
+    ):
+        self._model = model
+        self._batch = batch
+        self._options = options
+        self._most_bytes = most_bytes
+        self._verbose = verbose
+        self._choosers: dict[tuple[int, bool], Chooser] = {}
+        self._recordings: dict[int, Recording] = {}
+        self._num_rows = batches.num_rows(batch) or 1
 
-    def peak_at(self, size: int) -> int:
-        """The peak of a step in micro-batches of a size."""
-        return int(self.peak_bytes + (size - self.size) * self.more_bytes)
+    def least_bytes(self, size: int, is_split: bool) -> int:
+        """What a step without a plan makes, in micro-batches of a size, of one
+        or of several. That is less than it needs; nothing is run."""
+        network = self._traced.scaled(size / self._num_rows)
+        return evaluate(self._of_parts(network, is_split), ()).peak_bytes
 
-    def seconds_at(self, size: int) -> float:
-        """The time of a micro-batch of a size."""
-        more = (size - self.size) * self.more_seconds
-        return max(self.seconds + more, 0.0)
+    def at(self, size: int, is_split: bool) -> Chooser:
+        """The plans for micro-batches of a size, of one or of several.
+
+        Raises:
+            ValueError: If the model's step cannot be planned for.
+            tf.errors.ResourceExhaustedError: If a layer by itself has no room.
+        """
+        if (size, is_split) not in self._choosers:
+            network, measured_size = self._measured
+            network = network.scaled(size / measured_size)
+            chooser = Chooser(self._of_parts(network, is_split))
+            self._choosers[size, is_split] = chooser
+        return self._choosers[size, is_split]
+
+    def _of_parts(self, network: Network, is_split: bool) -> Network:
+        """That of one of several micro-batches, beside the gradients' sums."""
+        if not is_split:
+            return network
+        sums = batches.num_bytes(self._model.trainable_variables)
+        network = dataclasses.replace(network, resident_bytes=sums)
+        return dataclasses.replace(network, keeps_gradients=True)
+
+    @functools.cached_property
+    def _traced(self) -> Network:
+        return self._network(self._num_rows, "traced", 0)
+
+    @functools.cached_property
+    def _measured(self) -> tuple[Network, int]:
+        """The layers, and the micro-batch in which they were measured: the
+        largest in which each has room by itself."""
+        if profiling.mode(self._model, self._options) == "xla":
+            control.prefer_little_memory()
+        costs: Costs = "measured" if memory.is_counted() else "flops"
+        size = self._num_rows
+        while True:
+            scaled = self._traced.scaled(size / self._num_rows)
+            has_room = peak_lower_bound(scaled.graph) <= self._most_bytes
+            try:
+                if has_room or size == 1:
+                    return self._network(size, costs, self._verbose), size
+            except tf.errors.ResourceExhaustedError:
+                if size == 1:
+                    raise
+            size = -(-size // 2)
+
+    def _network(self, size: int, costs: Costs, verbose: int) -> Network:
+        recording = self.recording(size)
+        return planner.network_of(
+            *(self._model, recording, self._options, costs, verbose)
+        )
+
+    def network(self, size: int, is_split: bool) -> Network:
+        """That of micro-batches of a size, with its values as they are."""
+        sizes = tuple(map(num_bytes, self.recording(size).tensors))
+        network = self.at(size, is_split).network
+        return dataclasses.replace(network, value_bytes=sizes)
+
+    def recording(self, size: int) -> Recording:
+        """What the model calls in a micro-batch of a size."""
+        if size not in self._recordings:
+            microbatch = batches.with_rows(self._batch, size)
+            with as_in_a_step(self._model, self._options):
+                recording = profiling.record_batch(self._model, microbatch)
+            self._recordings[size] = recording
+        return self._recordings[size]
 
 
 class Trial:
@@ -136,36 +223,6 @@ class Trial:
             peak_bytes=own.peak_bytes + left,
             seconds=own.seconds * self._num_rows / rows,
         )
-
-    def line(self, most_bytes: int, most_size: int) -> Line:
-        """Takes steps in larger and larger micro-batches, as long as the line
-        through the last two says that twice the size stays within a budget.
-
-        With few examples it bends: the update of the weights needs more than
-        they do. Where a step ran out of memory, it tells of the least that
-        this means.
-        """
-        points: list[tuple[int, float, float]] = []
-        line = Line(1, 0, 0, math.inf, math.inf)
-        size = 1
-        while size <= most_size:
-            measurement = self.measure(size)
-            if measurement is None:
-                drawn = line.peak_at(size) if points else 0
-                peak: float = max(drawn, most_bytes + 1)
-                seconds = 2 * points[-1][2] if points else math.inf
-            else:
-                peak = measurement.peak_bytes
-                parts = self._num_rows / (size * self._group.size)
-                seconds = measurement.seconds / parts
-            points.append((size, peak, seconds))
-            line = _through(points[-2:])
-            if measurement is None or size == most_size:
-                break
-            size = min(2 * size, most_size)
-            if size > 2 and line.peak_at(size) > most_bytes:
-                break
-        return line
 
     def rows(self, size: int) -> int:
         """How many examples a step in micro-batches of a size is given."""
@@ -242,18 +299,6 @@ def longest_in_turns(*two: tuple[Trial, int]) -> float:
     # Of the whole batch.
     rows, other_rows = (trial.rows(size) for trial, size in two)
     return max(ratios) * other_rows / rows
-
-
-def _through(points: list[tuple[int, float, float]]) -> Line:
-    """The line through the last of two points, or one."""
-    size, peak, seconds = points[-1]
-    if len(points) == 1:
-        return Line(size, peak, seconds, peak / size, seconds / size)
-    before, least, fewest = points[0]
-    # A larger micro-batch needs and takes no less, whatever was measured.
-    more = max(peak - least, 0) / (size - before)
-    slower = max(seconds - fewest, 0) / (size - before)
-    return Line(size, peak, seconds, more, slower)
 
 
 def model_key(model: Any, drawing: Drawing, size: int) -> str:

@@ -112,11 +112,10 @@ def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
         num_bytes(inputs[i]) for i in set(cost.gradients) - set(cost.passed)
     )
     variables = getattr(call.operation, "variables", [])
-    made_bytes = sum(map(num_bytes, results))
     if cost.residual_bytes:
-        # Where it needs most, what is kept may not all be there yet. Both
-        # together need what was seen.
+        # Where it needs most, not all that is kept is there.
         forward_peak = min(forward_peak, backward_peak - cost.residual_bytes)
+    made_bytes = sum(map(num_bytes, results))
     return dataclasses.replace(
         cost,
         parameter_bytes=sum(num_bytes(v.value) for v in variables),
@@ -155,8 +154,8 @@ class _Backward:
         self._variables = variables
 
     def run(self, inputs, output_gradients) -> list:
-        """Computes the gradient; after all of the forward pass, where it reads
-        more of it than arguments and results."""
+        """Computes the gradient; if it reads more than arguments and results,
+        after all of the forward pass."""
         is_whole = self.cost.residual_bytes > 0
         _, gradients, _ = self._gradients(inputs, output_gradients, is_whole)
         return [g for g in gradients if g is not None]
@@ -172,7 +171,7 @@ class _Backward:
             tape.watch(sources + self._variables)
             outputs = self._run(inputs)
         if is_whole:
-            # Nobody needs the last operations' results here.
+            # So that the last operations run, too, which nobody else reads.
             ends = [tf.reshape(output, [-1])[:1] for output in outputs]
             with tf.control_dependencies(ends):
                 output_gradients = list(map(tf.identity, output_gradients))

@@ -26,6 +26,7 @@ from kmem.base.patching import member
 from kmem.base.patching import together
 from kmem.base.sizes import format_size
 from kmem.budget import dry_run
+from kmem.budget import planner
 from kmem.budget.correction import Corrector
 from kmem.budget.correction import Learned
 from kmem.fit import pipeline
@@ -35,14 +36,9 @@ from kmem.options import Remat
 from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.choosing import Chooser
 from kmem.planning.flat import Point
-from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.plan import Plan
 from kmem.step import batches
-
-# Losses of several levels call one model; measuring it takes its time.
-_drawings: dict[tuple, Network] = {}
-_MAX_DRAWINGS = 8
 
 
 class LevelPlan:
@@ -80,9 +76,10 @@ class LevelPlan:
             self._segments = plan.segments
         else:
             choosers = []
+            costs = "measured" if memory.is_counted() else "flops"
             for (model, _), recording in zip(calls, recordings, strict=True):
                 with mixed(model):
-                    network = _drawing(recording, mode)
+                    network = planner.measured(recording, costs, mode)
                 choosers.append(Chooser(network, remat.solver))
             peaks = [chooser.everything.peak_bytes for chooser in choosers]
             number = peaks.index(max(peaks))
@@ -218,19 +215,6 @@ def _as_measured(chooser: Chooser, follow: Callable, in_use: int) -> Learned:
         extra_bytes = step.peak_bytes - drawn.peak_bytes - in_use
         learned.measured[drawn] = extra_bytes
     return learned
-
-
-def _drawing(recording, mode: str) -> Network:
-    """What one forward and backward pass of a model needs."""
-    key = applying.structure(recording), mode
-    if key not in _drawings:
-        costs = "measured" if memory.is_counted() else "flops"
-        _drawings[key] = profiling.measure(
-            recording, costs, compiled=mode == "xla"
-        ).network
-    while len(_drawings) > _MAX_DRAWINGS:
-        _drawings.pop(next(iter(_drawings)))
-    return _drawings[key]
 
 
 def _owner(plan: Plan, recordings: list) -> int:
