@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <memory>
 #include <set>
@@ -37,9 +38,12 @@ using tensorflow::Node;
 // The graph of an operation, as `KeepPlaces` numbered it. Its place is not an
 // attribute: TensorFlow merges only what has the same ones.
 constexpr char kGraph[] = "_kmem_graph";
-// More of them follow an operation than TensorFlow ever makes of one.
+// By so much an operation comes before who reads it, if it has no place so
+// early, and by half as much after what it reads, if it has no place at all.
+// More of them follow one another than TensorFlow ever makes of an operation.
 constexpr double kNext = 1.0 / 4096;
 constexpr double kNone = -1;
+constexpr double kNever = std::numeric_limits<double>::max();
 
 // The conditions, and what they have to be, for an operation to run.
 using Branch = std::set<std::pair<int, int>>;
@@ -60,7 +64,11 @@ class Order {
     if (traced_.empty()) return absl::OkStatus();
     TF_RETURN_IF_ERROR(
         tensorflow::BuildControlFlowInfo(graph_, &frames_, nullptr));
-    Walk();
+    const std::vector<Node*> nodes = Sorted();
+    FindReaders(nodes);
+    before_.assign(graph_->num_node_ids(), kNone);
+    branches_.resize(graph_->num_node_ids());
+    for (Node* node : nodes) Visit(node);
     for (auto& [key, row] : rows_) Chain(&row);
     return absl::OkStatus();
   }
@@ -93,11 +101,9 @@ class Order {
     return splits;
   }
 
-  // Visits each operation after what it reads, and what leaves a loop after
-  // all that enters it.
-  void Walk() {
-    before_.assign(graph_->num_node_ids(), kNone);
-    branches_.resize(graph_->num_node_ids());
+  // Each operation after what it reads, and what leaves a loop after all that
+  // enters it.
+  std::vector<Node*> Sorted() const {
     std::vector<int> waiting(graph_->num_node_ids(), 0);
     std::unordered_map<std::string, int> num_entries;
     std::unordered_map<std::string, std::vector<Node*>> exits;
@@ -115,10 +121,11 @@ class Order {
     for (Node* node : graph_->nodes()) {
       if (waiting[node->id()] == 0) ready.push_back(node);
     }
+    std::vector<Node*> sorted;
     while (!ready.empty()) {
       Node* node = ready.back();
       ready.pop_back();
-      Visit(node);
+      sorted.push_back(node);
       std::vector<Node*> next;
       if (node->IsEnter()) next = exits[FrameOf(node)];
       if (!node->IsNextIteration()) {
@@ -127,6 +134,24 @@ class Order {
       for (Node* reader : next) {
         if (--waiting[reader->id()] == 0) ready.push_back(reader);
       }
+    }
+    return sorted;
+  }
+
+  // TensorFlow keeps one of several operations that are equal, under any of
+  // their names: it may be read earlier than it was traced.
+  void FindReaders(const std::vector<Node*>& sorted) {
+    read_.assign(graph_->num_node_ids(), kNever);
+    for (auto it = sorted.rbegin(); it != sorted.rend(); ++it) {
+      const Node* node = *it;
+      // Places are others outside of a loop.
+      if (node->IsEnter() || node->IsExit()) continue;
+      double& read = read_[node->id()];
+      for (const Edge* edge : node->out_edges()) {
+        read = std::min(read, read_[edge->dst()->id()] - kNext);
+      }
+      const double place = OwnPlaceOf(node);
+      if (place != kNone) read = std::min(read, place);
     }
   }
 
@@ -152,9 +177,9 @@ class Order {
     if (node->IsExit()) before = entered_[FrameOf(node)];
     before_[node->id()] = before;
     if (!Runs(node)) return;
-    double place = IsAtOnce(node) ? kNone : PlaceOf(node);
-    if (place == kNone && before != kNone) place = before + kNext;
-    // One that now reads what was traced later has no place of its own.
+    double place = OwnPlaceOf(node);
+    if (place != kNone) place = std::min(place, read_[node->id()]);
+    if (place == kNone && before != kNone) place = before + kNext / 2;
     if (place <= before) return;
     before_[node->id()] = place;
     rows_[{FrameOf(node), branches_[node->id()]}].push_back({place, node});
@@ -184,7 +209,8 @@ class Order {
     return joined;
   }
 
-  double PlaceOf(const Node* node) const {
+  double OwnPlaceOf(const Node* node) const {
+    if (!Runs(node) || IsAtOnce(node)) return kNone;
     for (const auto& [number, traced] : traced_) {
       if (traced.places == nullptr) continue;
       for (const auto& [prefix, name] : Splits(node->name())) {
@@ -232,6 +258,8 @@ class Order {
   // By number of the operation: the place of the last one that it waits for,
   // or its own, and the branch in which it runs.
   std::vector<double> before_;
+  // The place of the first one that reads it, less a little, or its own.
+  std::vector<double> read_;
   std::vector<Branch> branches_;
   // By loop: the place of the last operation that it waits for.
   std::unordered_map<std::string, double> entered_;

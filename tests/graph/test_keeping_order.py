@@ -80,3 +80,23 @@ def test_loops_and_branches_run_in_it(steps):
         expected, _ = _trained(_with_loops_and_branches, shape, None)
         assert relative_error(weights, expected) < 1e-6
     assert all(np.isfinite(weight).all() for weight in weights)
+
+
+def _attending():
+    """In micro-batches TensorFlow merges what scales their losses, and
+    computes it under the name of the last."""
+    inputs = x = keras.Input((128, 8))
+    for _ in range(3):
+        x = layers.Add()([x, layers.MultiHeadAttention(2, 4)(x, x)])
+    return keras.Model(inputs, layers.GlobalAveragePooling1D()(x))
+
+
+def test_a_micro_batch_needs_what_a_batch_of_its_size_needs():
+    whole = kmem.MemoryOptions(remat=1.0)
+    split = kmem.MemoryOptions(microbatches=2)
+
+    _, expected = _trained(_attending, (8, 128, 8), whole)
+    _, peaks = _trained(_attending, (16, 128, 8), split)
+
+    # Besides the rest of the batch, and sums of gradients.
+    assert max(peaks) < 1.05 * max(expected)
