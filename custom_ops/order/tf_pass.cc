@@ -258,9 +258,10 @@ class Order {
   // By number of the operation: the place of the last one that it waits for,
   // or its own, and the branch in which it runs.
   std::vector<double> before_;
-  // The place of the first one that reads it, less a little, or its own.
-  std::vector<double> read_;
   std::vector<Branch> branches_;
+  // The same: the place of the first one that reads it, less a little, or its
+  // own if that is earlier.
+  std::vector<double> read_;
   // By loop: the place of the last operation that it waits for.
   std::unordered_map<std::string, double> entered_;
   std::map<std::pair<std::string, Branch>, Row> rows_;
