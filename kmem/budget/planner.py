@@ -267,6 +267,8 @@ def network_of(
     with as_in_a_step(model, options):
         network = measured(recording, costs, mode, verbose)
     network = _measured_by_first(agreeing.processes(options), network)
+    if options.num_parts > 1:
+        return of_parts(model, network)
     if not updates.are_early(model, rest):
         return network
     most = updates.early_bytes(model.trainable_variables)
@@ -276,6 +278,13 @@ def network_of(
         if stage.gradient_bytes > most
     )
     return dataclasses.replace(network, keeps_gradients=False, late=late)
+
+
+def of_parts(model: keras.Model, network: Network) -> Network:
+    """That of one of several micro-batches, beside the gradients' sums."""
+    sums = batches.num_bytes(model.trainable_variables)
+    network = dataclasses.replace(network, resident_bytes=sums)
+    return dataclasses.replace(network, keeps_gradients=True)
 
 
 def _measured_by_first(group: Engine, network: Network) -> Network:
@@ -300,10 +309,7 @@ def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
     if model.compiled:
         held += batches.num_bytes(model.optimizer.variables)
     if options.num_parts > 1:
-        # All of the batch, of which the drawing has a micro-batch, and the
-        # sum of their gradients.
-        held += batches.num_bytes(batch)
-        held += batches.num_bytes(model.trainable_variables)
+        held += batches.num_bytes(batch)  # The drawing has a part of it.
     return held
 
 

@@ -186,8 +186,8 @@ class Search:
         ran = {choice.options for choice in self._ran}
         for remat in (None, self._menu.remat):
             given = with_count(dataclasses.replace(options, remat=remat), count)
-            is_known = given in ran or not self._menu.may_fit(options, count)
-            if remat is None and is_known:
+            may_fit = remat or self._menu.may_fit(options, count)
+            if not may_fit or (remat is None and given in ran):
                 continue
             try:
                 chooser = self._menu.chooser(options, count)

@@ -99,12 +99,7 @@ class Drawing:
         return self._choosers[size, is_split]
 
     def _of_parts(self, network: Network, is_split: bool) -> Network:
-        """That of one of several micro-batches, beside the gradients' sums."""
-        if not is_split:
-            return network
-        sums = batches.num_bytes(self._model.trainable_variables)
-        network = dataclasses.replace(network, resident_bytes=sums)
-        return dataclasses.replace(network, keeps_gradients=True)
+        return planner.of_parts(self._model, network) if is_split else network
 
     @functools.cached_property
     def _traced(self) -> Network:
