@@ -115,18 +115,16 @@ def choose(
         search.run(_allowed(model, given, options.allow))
     best = search.best
     if best is None:
-        least = search.least
-        if least is not None:
-            least = in_fit(least)
+        least = search.least and in_fit(search.least)
         # What it names has to do when it is asked for, when the search has
         # left its traces in memory.
         gc.collect()
-        left = planner.in_use_bytes(model, batch, given) - in_use
-        asked: Any = options.memory_budget
+        left = max(planner.in_use_bytes(model, batch, given) - in_use, 0)
+        others = in_use + reserved_bytes
         count = least.options.num_parts if least else 1
         tensors = largest_tensors(model, batch, menu.size(given, count))
         raise ImpossibleBudget(
-            *(asked, budget_bytes, least, max(left, 0), tensors)
+            *(options.memory_budget, budget_bytes, least, others, left, tensors)
         )
     others = [choice for choice in search.tried if choice != best]
     others.sort(key=lambda choice: choice.predicted_seconds)

@@ -121,19 +121,20 @@ class Corrector:
 
     def _within(self, budget: int, resident: int) -> Plan | None:
         """The fastest plan that stays within the budget in a dry run."""
-        target = int((1 - tuning.MARGIN) * budget)
+        room = max(budget - self._in_use, 0)
+        target = budget - int(tuning.MARGIN * room)
         best = None
         if known := self._known_within(target):
             point = min(known, key=lambda point: point.seconds)
             best = self._measured(point, budget, self._in_use)
-            if target - best.predicted_peak_bytes <= tuning.DOUBT * budget:
+            if target - best.predicted_peak_bytes <= tuning.DOUBT * room:
                 return best
         tried: set[tuple] = set()
         for attempt in range(tuning.MAX_ATTEMPTS):
             low, high = self._bounds(target)
             drawn = target - resident
             if best is not None and high is not None:
-                if high - low <= tuning.MARGIN * budget:
+                if high - low <= tuning.MARGIN * room:
                     break
                 if not low < drawn < high:
                     drawn = (low + high) // 2
@@ -149,7 +150,7 @@ class Corrector:
             if excess <= 0:
                 if best is None or plan.slowdown < best.slowdown:
                     best = plan
-                if not plan.segments or -excess <= tuning.DOUBT * budget:
+                if not plan.segments or -excess <= tuning.DOUBT * room:
                     break
             # The more attempts have failed, the more is left free.
             resident = plan.resident_bytes + attempt * max(excess, 0)
@@ -190,7 +191,7 @@ class Corrector:
         bound = min(peak_lower_bound(self._chooser.network.graph), drawn)
         bound = min(bound + self._learned.extra_bytes, smallest)
         # A little more is in memory when it is asked for.
-        least = (smallest + self._in_use) / (1 - 2 * tuning.MARGIN)
+        least = self._in_use + smallest / (1 - 2 * tuning.MARGIN)
         return InfeasibleBudget(
             budget + reserved,
             math.ceil(least) + reserved,

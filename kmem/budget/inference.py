@@ -226,11 +226,10 @@ class BudgetedInference:
         bucket = _Bucket(kind, batch, 1, None)
         if memory.is_counted():
             gc.collect()
-            room = int((1 - tuning.MARGIN) * self._budget)
-            room = min(room, memory.capacity()) - reserved_bytes
-            in_use = memory.current()
+            others = memory.current() + reserved_bytes
+            room = min(self._budget, memory.capacity()) - others
             with self._steps.undone():
-                self._measure(bucket, room - in_use, in_use + reserved_bytes)
+                self._measure(bucket, int((1 - tuning.MARGIN) * room), others)
             if bucket.count > 1:
                 self._check(bucket, examples)
             gc.collect()
@@ -270,7 +269,7 @@ class BudgetedInference:
             if own is None or taken(size, own) > room:
                 if not fitting:
                     peak = None if own is None else others + taken(1, own)
-                    raise self._impossible(rows, peak)
+                    raise self._impossible(rows, peak, others)
                 most = size - 1
             else:
                 fitting.append((size, own))
@@ -297,12 +296,12 @@ class BudgetedInference:
                 break
             bucket.count = -(-rows // (bucket.size - 1))
 
-    def _impossible(self, rows: int, peak: float | None) -> ImpossibleBudget:
+    def _impossible(self, rows: int, peak: float | None, others: int):
         least = None
         if peak is not None:
             single = MemoryOptions(microbatches=MicroBatches(rows))
             least = Choice(single, int(peak), 0.0)
-        return ImpossibleBudget(self._given, self._budget, least, 0)
+        return ImpossibleBudget(self._given, self._budget, least, others)
 
     def _check(self, bucket: _Bucket, examples: Any) -> None:
         """Checks that parts give what a whole batch does.

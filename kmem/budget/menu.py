@@ -39,13 +39,13 @@ class Menu:
     Args:
         model: The model, with its variables.
         batch: Its batch, as `tf.TensorSpec`s.
-        room: The budget, less what of it is not to be used.
+        budget: The peak, less what of it is not to be used.
         in_use: What is in memory before a step, in bytes.
         verbose: 1 shows progress.
         spec: What `fit`'s graph knows of the batches.
 
     Attributes:
-        target: The peak that a step may have.
+        room: What a step may take besides what is in memory.
         remat: The option with which all plans are made.
         most_trials: How many options are going to be tried, at most.
         key: What the model's steps are known by; nothing if only it knows.
@@ -55,7 +55,7 @@ class Menu:
         self,
         model: Any,
         batch: Any,
-        room: int,
+        budget: int,
         in_use: int,
         verbose: int,
         spec: Any = None,
@@ -63,12 +63,12 @@ class Menu:
         self.model = model
         self.batch = batch
         self.in_use = in_use
-        self.target = int((1 - tuning.MARGIN) * room)
+        self.room = int((1 - tuning.MARGIN) * max(budget - in_use, 0))
         self.most_trials = 1
         self._verbose = verbose
         self._spec = spec
         self._num_trials = 0
-        self.remat = Remat(budget=max(room, 1))
+        self.remat = Remat(budget=max(budget, 1))
         self._batch_size = batches.num_rows(batch) or 1
         # By options with one or two micro-batches: steps without a plan, and
         # what a plan's step needs beyond what was expected, for each example.
@@ -83,7 +83,7 @@ class Menu:
 
     def fits(self, choice: Choice) -> bool:
         """Whether it stays within the budget."""
-        return choice.predicted_peak_bytes <= self.target
+        return choice.predicted_peak_bytes <= self.in_use + self.room
 
     def counts(self, options: MemoryOptions) -> list[int]:
         """In how many micro-batches a batch may come: equal ones, and powers
@@ -115,9 +115,8 @@ class Menu:
     def _drawing(self, options: MemoryOptions) -> Drawing:
         given = _key(options, 1)
         if given not in self._drawings:
-            most_bytes = self.target - self.in_use
             self._drawings[given] = Drawing(
-                *(self.model, self.batch, given, most_bytes, self._verbose)
+                *(self.model, self.batch, given, self.room, self._verbose)
             )
         return self._drawings[given]
 
@@ -132,10 +131,10 @@ class Menu:
         so that nothing but a run tells its peak."""
         drawing, size = self._drawing(options), self.size(options, count)
         try:
-            least = self.in_use + drawing.least_bytes(size, count > 1)
+            least = drawing.least_bytes(size, count > 1)
         except ValueError:
             return True
-        return least <= (1 + tuning.DOUBT) * self.target
+        return least <= (1 + tuning.DOUBT) * self.room
 
     def expected(self, options: MemoryOptions, count: int) -> Choice:
         """What a step without a plan is going to take, by its layers."""
@@ -143,7 +142,7 @@ class Menu:
         try:
             everything = self.chooser(options, count).everything
         except NOT_DRAWN:
-            return Choice(given, self.target + 1, math.inf)
+            return Choice(given, self.in_use + self.room + 1, math.inf)
         peak = self.in_use + everything.peak_bytes
         return Choice(given, peak, self._pace * count * everything.seconds)
 
@@ -160,7 +159,7 @@ class Menu:
             batch=batches.to_json(batches.with_rows(self.batch, size)),
             mode=profiling.mode(self.model, options),
             solver="optimal",
-            budget_bytes=max(self.target, 1),
+            budget_bytes=max(self.in_use + self.room, 1),
             resident_bytes=self.in_use,
             lower_bound_seconds=chooser.lower_bound_seconds(point.peak_bytes),
         )
@@ -198,12 +197,12 @@ class Menu:
         nearly so."""
         chooser = self.chooser(options, count)
         # One that needs a little more than expected is traced in vain.
-        target = int((1 - tuning.MARGIN) * self.target)
-        room = target - self.in_use - self._more_bytes(options, count)
+        room = int((1 - tuning.MARGIN) * self.room)
+        room -= self._more_bytes(options, count)
         try:
             return chooser.within(room)
         except InfeasibleBudget as error:
-            nearly = error.smallest_bytes - room <= tuning.DOUBT * self.target
+            nearly = error.smallest_bytes - room <= tuning.DOUBT * self.room
             return chooser.smallest if nearly else None
 
     def _more_bytes(self, options: MemoryOptions, count: int) -> int:
@@ -218,13 +217,12 @@ class Menu:
         ran out of memory."""
         count = options.num_parts
         # How much more that needs, who knows.
-        peak = (1 + tuning.DOUBT) * self.target
+        own = (1 + tuning.DOUBT) * self.room
         if choice is not None:
-            peak = choice.predicted_peak_bytes
+            own = choice.predicted_peak_bytes - self.in_use
             self._pace = choice.predicted_seconds / (count * point.seconds)
-        more = peak - self.in_use - point.peak_bytes
-        size = self.size(options, count)
-        self._learned[_key(options, count)] = more / size
+        more = (own - point.peak_bytes) / self.size(options, count)
+        self._learned[_key(options, count)] = more
 
     def say(self, options: MemoryOptions) -> None:
         """Shows what is tried."""

@@ -160,7 +160,8 @@ class ImpossibleBudget(ValueError):
         budget: The budget, as it was given.
         budget_bytes: What of it the device has.
         least: The step that needs the least of those that were run, if one was.
-        left_bytes: What more is in memory when it is asked for.
+        in_use_bytes: What was in memory besides it.
+        left_bytes: What more is there when it is asked for.
         tensors: See `Attributes`.
 
     Attributes:
@@ -173,10 +174,11 @@ class ImpossibleBudget(ValueError):
 
     def __init__(
         self,
-        budget: int | float,
+        budget: int | float | None,
         budget_bytes: int,
         least: Choice | None,
-        left_bytes: int,
+        in_use_bytes: int,
+        left_bytes: int = 0,
         tensors: tuple = (),
     ):
         self.tensors = tensors
@@ -188,10 +190,10 @@ class ImpossibleBudget(ValueError):
         )
         if least is not None:
             self.options = least.options
-            peak = least.predicted_peak_bytes + left_bytes
             # It is measured anew when it is asked for.
-            smallest = math.ceil(peak / (1 - 2 * tuning.MARGIN))
-            self.smallest_bytes = smallest
+            own = least.predicted_peak_bytes - in_use_bytes
+            own = math.ceil(own / (1 - 2 * tuning.MARGIN))
+            self.smallest_bytes = smallest = in_use_bytes + left_bytes + own
             message = (
                 f"`memory_budget` must be at least {smallest} bytes "
                 f"({format_size(smallest)}), the least that a step is known "

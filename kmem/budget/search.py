@@ -291,7 +291,7 @@ class Search:
                     choice.predicted_seconds < best.predicted_seconds
                 ):
                     best = choice
-                least = (1 - tuning.DOUBT) * menu.target
+                least = menu.in_use + (1 - tuning.DOUBT) * menu.room
                 if choice.predicted_peak_bytes >= least:
                     break
         return best

@@ -242,7 +242,8 @@ class BudgetedSession:
         message = ""
         for number in range(tuning.MAX_ATTEMPTS):
             if number > 1:
-                less = int(tuning.DOUBT * self._budget)
+                own = self._budget - bucket.expected_in_use_bytes
+                less = int(tuning.DOUBT * max(own, 0))
                 bucket = self._with_less(bucket, less, message)
             state = undoing.State(bucket.read_state(), self.model.metrics)
             with memory.track() as usage:

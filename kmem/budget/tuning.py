@@ -1,7 +1,8 @@
 """The numbers behind `memory_budget`, each with its reason.
 
-They say how far a measurement is trusted, and how much time it may take. No
-option sets them; a share is of what it is compared with.
+They say how far a measurement is trusted, and how much time it may take. A
+share of bytes is one of what a step adds to what is in memory: that is known,
+and how large it is decides nothing. No option sets them.
 """
 
 # A step whose operations are in order needs the same memory each time. On

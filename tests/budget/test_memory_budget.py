@@ -433,7 +433,7 @@ def _recurrent():
     is on the device."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((24, 32))
-    model = keras.Model(inputs, layers.Dense(3)(layers.LSTM(64)(inputs)))
+    model = keras.Model(inputs, layers.Dense(3)(layers.LSTM(160)(inputs)))
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     shapes = [(16, 24, 32), (16, 3)]
     return kmem.wrap(model), [tf.zeros(shape) + 1 for shape in shapes]
