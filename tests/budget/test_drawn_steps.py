@@ -5,6 +5,7 @@ import gc
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import kmem
@@ -69,6 +70,8 @@ def test_a_step_needs_what_its_layers_tell(make, share, doubt):
 
 def test_a_step_that_cannot_fit_is_not_run(monkeypatch):
     monkeypatch.setenv("KMEM_CACHE", "0")
+    # What else is in memory, much as it is, is known.
+    others = tf.zeros([20_000_000])
     keras.utils.set_random_seed(0)
     blocks = [layers.Dense(64, "tanh") for _ in range(12)]
     normalized = layers.BatchNormalization()
@@ -92,3 +95,4 @@ def test_a_step_that_cannot_fit_is_not_run(monkeypatch):
     assert report.plain.median_seconds is None
     computed = report.plain.predicted_peak_bytes
     assert abs(computed - plain.predicted_peak_bytes) < 0.1 * computed
+    del others
