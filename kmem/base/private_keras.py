@@ -65,6 +65,15 @@ def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return layer._flatten_layers()
 
 
+def is_built(model: keras.Model) -> bool:
+    """Whether a model has all of its variables. One without a `call`, whose
+    `train_step` calls its parts, is not built itself. step/test_capture.py"""
+    return all(
+        layer.built or type(layer).call is keras.Model.call
+        for layer in all_layers(model)
+    )
+
+
 def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
     """The weights of a layer itself that are trained unless it is frozen.
     sharding/test_sharding.py"""

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from kmem import memory as device_memory
 from kmem.base import drawing
-from kmem.base.private_keras import all_layers
+from kmem.base.private_keras import is_built
 from kmem.base.sizes import format_size
 from kmem.base.sizes import parse_size
 from kmem.budget import dry_run
@@ -121,7 +121,7 @@ def largest_batch(
             "`multiple_of` must be a positive integer. "
             f"Received: {multiple_of=}"
         )
-    if not all(layer.built for layer in all_layers(model)):
+    if not is_built(model):
         raise ValueError(
             "The model must be built: call it, or `model.build()`, first. "
             f"Received: model={model.name}"

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from kmem import memory
-from kmem.base.private_keras import all_layers
+from kmem.base.private_keras import is_built
 from kmem.budget import dry_run
 from kmem.budget import tuning
 from kmem.budget.correction import Corrector
@@ -22,6 +22,7 @@ from kmem.fit.mechanisms import as_in_a_step
 from kmem.fit.session import Session
 from kmem.fit.undoing import Changes
 from kmem.graph import control
+from kmem.graph import releasing
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
 from kmem.keras_graph.costs import Costs
@@ -38,6 +39,7 @@ from kmem.sharding.engine import Engine
 from kmem.step import batches
 from kmem.step import updates
 from kmem.step.capture import DiscardedState
+from kmem.step.capture import has_own_step
 
 _learned: dict[tuple, Learned] = {}
 _networks: dict[tuple, Network] = {}
@@ -315,7 +317,11 @@ def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
 
 def build(model: keras.Model, batch) -> None:
     """Makes a model's variables, as Keras does in its first step."""
-    if all(layer.built for layer in all_layers(model)):
+    if is_built(model):
+        return
+    if has_own_step(model):
+        # It may call other models, and this one never.
+        releasing.function(model.train_step).get_concrete_function(batch)
         return
     x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
     data = batches.random_data(batches.part_of(x, batches.num_rows(x) or 1))

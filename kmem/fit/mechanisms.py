@@ -6,7 +6,6 @@ and its update. `Planned`, `Mixed` and `Evicting` change what is computed
 within. Not here: sharding (`kmem/sharding/training`) and the undo of a step.
 """
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -55,8 +54,8 @@ class WholeStep(Mechanism):
     allows_xla = True
     layers_that_see_parts: list[keras.layers.Layer] = []
 
-    def __init__(self, model: keras.Model):
-        self._train_step = model.train_step
+    def __init__(self, train_step: Callable):
+        self._train_step = train_step
 
     def compute(self, data):
         """Computes what `update` takes."""
@@ -79,19 +78,18 @@ class SplitStep(WholeStep):
     def __init__(
         self,
         model: keras.Model,
+        train_step: Callable,
         optimizer,
         options: MemoryOptions,
         processes: Alone,
         ordered: bool,
         early: bool,
     ):
-        super().__init__(model)
+        super().__init__(train_step)
         strategy, steps = model.distribute_strategy, options.num_batches
         self._updater = Updater(optimizer, steps, strategy, processes, early)
         self._gradient = microbatch.GradientStep(
-            model,
-            self._train_step,
-            optimizer,
+            *(model, train_step, optimizer),
             num_parts=options.num_parts,
             by_group=steps > 1 or strategy.num_replicas_in_sync > 1,
             # Each gradient is added up as soon as it is there.
@@ -203,34 +201,31 @@ def as_in_a_step(model: keras.Model, options: MemoryOptions) -> Context:
     return patching.together(itertools.chain([mixed], chunked))
 
 
-class Planned(Mechanism):
-    """Changes how a training step calls the layers of a plan's segments.
+def planned(
+    model: keras.Model,
+    options: MemoryOptions,
+    plan: Plan,
+    recording: Recording | None = None,
+) -> Callable:
+    """A model's `train_step`, in which layers are called as a plan says.
 
     Args:
         recording: What the plan was made from, if that was just now; else the
             model is recorded anew, and the plan has to be of it.
     """
+    train_step = model.train_step
+    if recording is None:
+        batch = batches.from_json(plan.batch)
+        with as_in_a_step(model, options):
+            recording = profiling.record_batch(model, batch)
+        applying.check(plan.network, recording)
+    follow = functools.partial(applying.applied, model, recording.frame)
 
-    def __init__(
-        self,
-        model: keras.Model,
-        options: MemoryOptions,
-        plan: Plan,
-        recording: Recording | None = None,
-    ):
-        self._model = model
-        self._segments = plan.segments
-        if recording is None:
-            batch = batches.from_json(plan.batch)
-            with as_in_a_step(model, options):
-                recording = profiling.record_batch(model, batch)
-            applying.check(plan.network, recording)
-        self._frame = recording.frame
+    def step(data):
+        with follow(plan.segments):
+            return train_step(data)
 
-    def computing(self, training: bool) -> Context:
-        if not training:
-            return contextlib.nullcontext()
-        return applying.applied(self._model, self._frame, self._segments)
+    return step
 
 
 class Mixed(Mechanism):

@@ -22,10 +22,10 @@ from kmem.base import private_keras
 from kmem.fit import requirements
 from kmem.fit.mechanisms import Evicting
 from kmem.fit.mechanisms import Mixed
-from kmem.fit.mechanisms import Planned
 from kmem.fit.mechanisms import SplitStep
 from kmem.fit.mechanisms import WholeStep
 from kmem.fit.mechanisms import in_chunks
+from kmem.fit.mechanisms import planned
 from kmem.fit.undoing import Changes
 from kmem.fit.undoing import Undoing
 from kmem.graph import ordering
@@ -97,14 +97,15 @@ class Session:
     ) -> None:
         """Makes the mechanisms, the outermost first."""
         model, options, optimizer = self.model, self.options, None
-        mixed = evicting = planned = sharded = self._undoing = None
+        mixed = evicting = sharded = self._undoing = None
+        train_step = model.train_step
         if options.mixed_precision is not None:
             mixed = Mixed(model, options.mixed_precision)
             optimizer = mixed.optimizer
         optimizer = optimizer or model.optimizer
         self.changes = Changes(model, optimizer)
         if plan is not None:
-            planned = Planned(model, options, plan, recording)
+            train_step = planned(model, options, plan, recording)
         processes = Alone()
         if options.sharding is not None:
             sharded = ShardedTraining(
@@ -124,12 +125,12 @@ class Session:
             or sharded is not None
         ):
             self.step: WholeStep = SplitStep(
-                *(model, optimizer, options, processes),
+                *(model, train_step, optimizer, options, processes),
                 ordered=plan is not None,
                 early=early,
             )
         else:
-            self.step = WholeStep(model)
+            self.step = WholeStep(train_step)
         if options.dtr is not None:
             evicting = Evicting(
                 *(model, options.dtr, self.changes),
@@ -141,8 +142,8 @@ class Session:
         replicas = model.distribute_strategy.num_replicas_in_sync
         if processes.num_processes == replicas == 1:
             self._undoing = Undoing(model, self.changes)
-        together = (evicting, mixed, sharded, planned)
-        together += (*in_chunks(model, options), self.step, self._undoing)
+        together = (evicting, mixed, sharded, *in_chunks(model, options))
+        together += (self.step, self._undoing)
         self._mechanisms = [each for each in together if each is not None]
 
     @classmethod

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmem.base import private_tf
-from kmem.base.private_keras import all_layers
+from kmem.base.private_keras import is_built
 from kmem.graph import releasing
 from kmem.sharding.training import stored
 from kmem.step.accumulation import build_optimizer
@@ -164,7 +164,7 @@ class Changes:
     @property
     def layers_are_built(self) -> bool:
         """Whether all variables exist but for those of optimizers."""
-        return all(layer.built for layer in all_layers(self._model))
+        return is_built(self._model)
 
     def build(self, batch=None) -> None:
         """Makes the variables that the first step would make.

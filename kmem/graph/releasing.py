@@ -74,4 +74,5 @@ def _custom_gradients(graph) -> Iterator[str]:
                 for function in (attribute.func, *attribute.list.func):
                     if function.name:
                         inner = private_tf.function_in(graph, function.name)
-                        yield from _custom_gradients(inner.graph)
+                        if inner is not None:
+                            yield from _custom_gradients(inner.graph)

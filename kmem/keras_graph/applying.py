@@ -93,7 +93,8 @@ def applied(model: keras.Model, frame: Frame, segments: _Segments) -> Context:
     Args:
         segments: The plan, in numbers of the recorded calls.
     """
-    return opening.opened(model, _Planned(model, frame, segments))
+    visitor = _Planned(model, frame, segments)
+    return opening.opened(model, visitor, frame.is_step)
 
 
 class _State(threading.local):
@@ -102,18 +103,19 @@ class _State(threading.local):
     Attributes:
         next: The frame of the opened model that is about to be called, with
             the segments within it.
-        trees: The subclassed models that are running: how to run their next
-            child, or `None` where children are not to be seen.
+        trees: The `train_step` and subclassed models that are running: how to
+            run their next child, or `None` where children are not to be seen.
     """
 
-    def __init__(self):
+    def __init__(self, frame: Frame, segments: _Segments):
         self.next: tuple[Frame, _Segments] | None = None
-        self.trees: list[_Tree | None] = []
+        step = _Tree(frame, segments)
+        self.trees: list[_Tree | None] = [step] if frame.is_step else []
 
 
 @dataclasses.dataclass
 class _Tree:
-    """A subclassed model that is running."""
+    """A subclassed model, or a step, that is running."""
 
     frame: Frame
     segments: _Segments
@@ -124,7 +126,7 @@ class _Planned(opening.Visitor):
     def __init__(self, model, frame: Frame, segments: _Segments):
         self._model = model
         self._plan = frame, segments
-        self._state = _State()
+        self._state = _State(frame, segments)
 
     def run_line(self, model, line, values, bind):
         plan = self._take_plan(model)

@@ -99,11 +99,19 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return [each for each in inside if id(each) not in deeper]
 
 
-def opened(model: keras.Model, visitor: Visitor) -> patching.Context:
-    """Lets a visitor run the parts of a model that is called within."""
+def opened(
+    model: keras.Model, visitor: Visitor, in_step: bool = False
+) -> patching.Context:
+    """Lets a visitor run the parts of a model that is called within.
+
+    Args:
+        in_step: Whether it runs calls of the model itself, too, and of its
+            layers by others, as those that a `train_step` calls.
+    """
 
     def changes():
-        inside = {}
+        seen = [model, *children(model)] if in_step else []
+        inside = {id(layer): layer for layer in seen}
         models = [x for x in all_layers(model) if isinstance(x, keras.Model)]
         for each in models:
             functional = private_keras.functional_of(each)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kmem.base import private_tf
 from kmem.base.checks import must_be
-from kmem.base.private_keras import all_layers
+from kmem.base.private_keras import is_built
 from kmem.base.sizes import format_size
 from kmem.keras_graph import costs as call_costs
 from kmem.keras_graph.costs import Cost
@@ -24,6 +24,7 @@ from kmem.planning.network import Network
 from kmem.planning.network import Stage
 from kmem.step import batches
 from kmem.step.batches import num_bytes
+from kmem.step.capture import has_own_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,14 +138,18 @@ def mode(
     return "xla" if model.jit_compile and allowed else "graph"
 
 
-def record_batch(model: keras.Model, batch: Any) -> Recording:
-    """Records the model on a batch, of which only the shapes are used."""
-    return record(model, checked_specs(model, batch))
+def record_batch(
+    model: keras.Model, batch: Any, called: bool = False
+) -> Recording:
+    """Records the model on a batch, of which only the shapes are used: as it
+    trains, or as it is called."""
+    in_step = has_own_step(model) and not called
+    return record(model, checked_specs(model, batch), in_step)
 
 
 def checked_specs(model: keras.Model, batch: Any) -> Any:
     """The shapes of a batch of which a model can be traced."""
-    if not all(layer.built for layer in all_layers(model)):
+    if not (is_built(model) or has_own_step(model)):
         raise ValueError(
             "The model must be built: call it, or `model.build()`, first. "
             f"Received: model={model.name}"

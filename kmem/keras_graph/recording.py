@@ -93,9 +93,12 @@ class Frame:
             call after it.
         inner: The frames of those parts that are opened themselves.
         is_line: Whether neighbouring parts can be run as one function.
+        is_step: Whether it is of a `train_step`, of which the calls of the
+            model and of its layers are the parts.
     """
 
     is_line: bool
+    is_step: bool = False
     spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     inner: dict[int, "Frame"] = dataclasses.field(default_factory=dict)
 
@@ -121,7 +124,7 @@ class Recording:
         tensors: A tensor of each value.
         inputs: The values that the step is given.
         outputs: The values that the loss is computed from.
-        frame: The model's own call.
+        frame: The model's own call, or its step.
         seams: Places between calls where no segment may begin or end: there
             TensorFlow joins additions of both sides into one, which rounds
             otherwise than two.
@@ -135,12 +138,16 @@ class Recording:
     seams: frozenset[int] = frozenset()
 
 
-def record(model: keras.Model, batch) -> Recording:
+def record(model: keras.Model, batch, in_step: bool) -> Recording:
     """Records a model's call on a batch, and its loss, as in training.
 
     Args:
         batch: What its `train_step` is given, as `tf.TensorSpec`s with shapes
             that are known. The loss is recorded if there are targets.
+        in_step: Whether to record what its `train_step` calls up to its loss.
+
+    Raises:
+        ValueError: If that has none.
     """
     recorder: Any = None
 
@@ -149,11 +156,17 @@ def record(model: keras.Model, batch) -> Recording:
         # Anew: TensorFlow traces twice what makes variables, as a loss of
         # several outputs does, to count each of them.
         recorder = _Recorder()
-        x, *targets = keras.utils.unpack_x_y_sample_weight(batch)
         recorder.start(batch)
-        with capture.DiscardedState(), opening.opened(model, recorder):
-            predictions = model(x, training=True)
-            recorder.record_loss(model, x, predictions, *targets)
+        with (
+            capture.DiscardedState(),
+            opening.opened(model, recorder, in_step),
+        ):
+            if in_step:
+                recorder.record_step(model, batch)
+            else:
+                x, *targets = keras.utils.unpack_x_y_sample_weight(batch)
+                predictions = model(x, training=True)
+                recorder.record_loss(model, x, predictions, *targets)
         recorder.find_seams()
 
     releasing.function(trace).get_concrete_function(batch)
@@ -176,6 +189,26 @@ class _Recorder(opening.Visitor):
 
     def start(self, batch) -> None:
         self.recording.inputs = self._new_values(_tensors(batch))
+
+    def record_step(self, model, batch) -> None:
+        """Records the model's `train_step`."""
+        with (
+            self._frame(is_line=False, is_step=True),
+            capture.capturing(
+                model, model.optimizer, adds_up=True, until_loss=True
+            ) as update,
+            contextlib.suppress(capture.LossReached),
+        ):
+            model.train_step(batch)
+        losses = _tensors(update.loss)
+        if not losses:
+            raise ValueError(
+                "A plan needs a `train_step` that computes a loss, and asks a "
+                "`tf.GradientTape` for its gradient. Received: "
+                f"model={model.name}"
+            )
+        self._record_between("loss", losses)
+        self.recording.outputs = self._known(losses)
 
     def record_loss(self, model, x, predictions, y, sample_weight) -> None:
         # A `train_step` may have a loss of its own, and no compiled one.
@@ -241,8 +274,8 @@ class _Recorder(opening.Visitor):
             return self._call(layer.name, layer, call, *args, **kwargs)
 
     @contextlib.contextmanager
-    def _frame(self, is_line: bool):
-        frame = Frame(is_line)
+    def _frame(self, is_line: bool, is_step: bool = False):
+        frame = Frame(is_line, is_step)
         if self._frames:
             outer: Any = self._frames[-1]
             outer.inner[len(outer.spans)] = frame

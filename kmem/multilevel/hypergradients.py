@@ -37,14 +37,6 @@ class Identity:
     """H is taken for the identity: u = v, and the mixed product is exact.
 
     The cost is that of a gradient and of its gradient.
-
-    Example:
-
-    ```python
-    from kmem.multilevel import Identity
-
-    hypergradient = Identity()
-    ```
     """
 
     def __call__(
@@ -79,14 +71,6 @@ class FiniteDifference:
 
     Raises:
         ValueError: If `alpha` is not positive.
-
-    Example:
-
-    ```python
-    from kmem.multilevel import FiniteDifference
-
-    hypergradient = FiniteDifference(alpha=0.02)
-    ```
     """
 
     alpha: float | None = None
@@ -132,14 +116,6 @@ class SAMA(FiniteDifference):
 
     Raises:
         ValueError: If `alpha` is not positive.
-
-    Example:
-
-    ```python
-    from kmem.multilevel import SAMA
-
-    hypergradient = SAMA()
-    ```
     """
 
     def kept_steps(self, unroll_steps: int) -> int:
@@ -182,14 +158,6 @@ class Unrolled:
 
     Raises:
         ValueError: If `steps` is not a positive integer.
-
-    Example:
-
-    ```python
-    from kmem.multilevel import Unrolled
-
-    hypergradient = Unrolled(steps=5)
-    ```
     """
 
     steps: int | None = None

@@ -67,7 +67,8 @@ class LevelPlan:
         recordings = []
         for model, inputs in calls:
             with mixed(model):
-                recordings.append(profiling.record_batch(model, (inputs,)))
+                recording = profiling.record_batch(model, (inputs,), True)
+                recordings.append(recording)
         self._segments: tuple[Segment, ...] | None = None
         if remat.plan is not None:
             given = remat.plan

@@ -96,14 +96,6 @@ class Neumann(Solver):
     Raises:
         ValueError: If `iterations` or `tolerance` is negative, or `alpha` not
             positive.
-
-    Example:
-
-    ```python
-    from kmem.multilevel import Neumann
-
-    hypergradient = Neumann(iterations=50, alpha=0.5, tolerance=1e-3)
-    ```
     """
 
     iterations: int = 5
@@ -166,14 +158,6 @@ class ConjugateGradient(_Krylov):
     Raises:
         ValueError: If `iterations` or `tolerance` is not positive, or
             `damping` negative.
-
-    Example:
-
-    ```python
-    from kmem.multilevel import ConjugateGradient
-
-    hypergradient = ConjugateGradient(iterations=10, damping=0.1)
-    ```
     """
 
     def _solve(self, product, right, norm):
@@ -219,14 +203,6 @@ class MinimalResidual(_Krylov):
     Raises:
         ValueError: If `iterations` or `tolerance` is not positive, or
             `damping` negative.
-
-    Example:
-
-    ```python
-    from kmem.multilevel import MinimalResidual
-
-    hypergradient = MinimalResidual(iterations=20, tolerance=1e-4)
-    ```
     """
 
     def _solve(self, product, right, norm):

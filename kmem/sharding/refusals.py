@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from kmem.base.private_keras import USE_WEIGHT_DECAY
-from kmem.base.private_keras import all_layers
+from kmem.base.private_keras import is_built
 from kmem.launching.cluster import Cluster
 from kmem.options import MemoryOptions
 from kmem.sharding.engine import Engine
@@ -106,7 +106,7 @@ def _check_update(optimizer, kinds: tuple) -> None:
 
 
 def _check_setting(model) -> None:
-    if not all(layer.built for layer in all_layers(model)):
+    if not is_built(model):
         raise ValueError(
             "`sharding` needs a model that is built: call `model.build()` "
             "with the shape of its input, or call the model, first. "

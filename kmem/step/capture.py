@@ -232,6 +232,11 @@ def has_default_step(model, *others: str) -> bool:
     )
 
 
+def has_own_step(model) -> bool:
+    """Whether the model trains by a step that Keras does not know."""
+    return model.compiled and not has_default_step(model)
+
+
 def optimizers(model) -> Iterator[keras.optimizers.Optimizer]:
     for value in vars(model).values():
         if isinstance(value, dict):

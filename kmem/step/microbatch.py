@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from kmem.base.private_keras import all_layers
+from kmem.base.private_keras import is_built
 from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.step import batches
@@ -246,7 +247,7 @@ class GradientStep:
         every step: a variable has to exist before a loop that reads it.
         """
         model = self._model
-        layers = all(layer.built for layer in all_layers(model))
+        layers = is_built(model)
         # Metrics come after the loss.
         all_of_it = self._processes.split_batches and not all(
             metric.variables for metric in model.metrics

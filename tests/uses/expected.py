@@ -51,6 +51,7 @@ REFUSED: dict[tuple[str, str], str] = {
             "train_step_with_two_optimizers",
             "train_step_that_clips",
             "train_step_that_averages_weights",
+            "train_step_that_calls_two_models",
             "own_compute_loss",
         )
     },
@@ -65,7 +66,11 @@ REFUSED: dict[tuple[str, str], str] = {
     },
     **{
         (use, "chunked_loss"): "Leave `chunked_loss` out"
-        for use in ("loss_as_a_function", "loss_that_compares_examples")
+        for use in (
+            "loss_as_a_function",
+            "loss_that_compares_examples",
+            "ctc_loss",
+        )
     },
     ("optimizer_that_accumulates", "gradient_accumulation_steps"): (
         "by kmem or by the optimizer, not by both"

@@ -246,6 +246,18 @@ def bidirectional_rnn(trainer):
     )
 
 
+@in_32_bits
+def ctc_loss(trainer):
+    x, y = normal(6, 4), integers(5, 2, low=1).astype("int32")
+    inputs = keras.Input((6, 4))
+    outputs = layers.Dense(5)(
+        layers.SimpleRNN(4, return_sequences=True)(inputs)
+    )
+    model = compiled(keras.Model(inputs, outputs), loss=keras.losses.CTC())
+    trainer.fit(model, x, y)
+    return model
+
+
 def stateful_rnn(trainer):
     x, y = normal(6, 4)[:40], normal(3, seed=9)[:40]
     size = trainer.batch_size
@@ -319,6 +331,7 @@ USES = [
         masked_rnn,
         bidirectional_rnn,
         stateful_rnn,
+        ctc_loss,
     ),
     *(
         preprocessing_layers,

@@ -109,6 +109,33 @@ def train_step_with_two_optimizers(trainer):
     return model
 
 
+def train_step_that_calls_two_models(trainer):
+    class Autoencoder(keras.Model):
+        """Without a `call`, as a VAE or a GAN often is."""
+
+        def __init__(self, encoder, decoder):
+            super().__init__()
+            self.encoder, self.decoder = encoder, decoder
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                code = 2 * self.encoder(x, training=True)
+                outputs = self.decoder(code, training=True)
+                rows = keras.losses.mean_squared_error(y, outputs)
+                loss = keras.ops.mean(rows)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    hidden = [layers.Dense(7, "tanh"), layers.Dense(4)]
+    encoder = keras.Sequential([keras.Input((5,)), *hidden])
+    decoder = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    model = compiled(Autoencoder(encoder, decoder), loss=None)
+    trainer.fit(model, *regression())
+    return model
+
+
 def train_step_that_clips(trainer):
     class Clips(WithCompiledLoss):
         def changed(self, gradients):
@@ -328,8 +355,8 @@ USES = [
     *(overridden_fit, fit_with_an_argument_of_its_own),
     *(train_step_with_the_compiled_loss, train_step_without_a_compiled_loss),
     *(train_step_with_two_optimizers, train_step_that_clips),
-    *(train_step_that_averages_weights, own_compute_loss),
-    *(loss_as_a_function, loss_that_compares_examples),
+    *(train_step_that_averages_weights, train_step_that_calls_two_models),
+    *(own_compute_loss, loss_as_a_function, loss_that_compares_examples),
     *(class_weight, sample_weight, validation_data, validation_split),
     *(early_stopping, model_checkpoint, backup_and_restore),
     *(learning_rate_schedule, learning_rate_callbacks),

@@ -1,0 +1,146 @@
+"""A `train_step` of one's own is planned by what it calls, whatever that is."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import kmem
+
+pytestmark = pytest.mark.usefixtures("native_library")
+
+WIDTH, DEPTH, ROWS = 32, 6, 1024
+LAYER_BYTES = 4 * WIDTH * ROWS
+
+
+def block():
+    hidden = [layers.Dense(WIDTH, "tanh") for _ in range(DEPTH)]
+    inputs = keras.Input((WIDTH,))
+    return keras.Sequential([inputs, *hidden, layers.Dropout(0.2, seed=1)])
+
+
+class TwoModels(keras.Model):
+    """It has no `call`: its step calls the two models inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = block(), block()
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+    def loss_of(self, x):
+        code = 2 * self.encoder(x, training=True) + 1
+        return tf.reduce_mean(tf.square(self.decoder(code, training=True) - x))
+
+
+class OneTwice(TwoModels):
+    """It calls one of them twice, and has a `call` that it does not use."""
+
+    def call(self, x):
+        return self.encoder(x)
+
+    def loss_of(self, x):
+        near = self.encoder(x, training=True)
+        far = self.encoder(tf.reverse(x, [1]), training=True)
+        code = (near + far) / 2
+        return tf.reduce_mean(tf.square(self.decoder(code, training=True) - x))
+
+
+class PenalizedGradient(TwoModels):
+    """It makes two updates, and differentiates a gradient."""
+
+    def compile(self, optimizer):
+        super().compile(optimizer)
+        self.other = keras.optimizers.SGD(1e-3)
+
+    def train_step(self, x):
+        critic = self.decoder
+        with tf.GradientTape() as tape:
+            made = (self.encoder(x, training=True) + x) / 2
+            with tf.GradientTape() as inner:
+                inner.watch(made)
+                score = tf.reduce_sum(critic(made, training=True), 1)
+            slope = tf.norm(inner.gradient(score, made) + 1e-3, axis=1)
+            loss = tf.reduce_mean((slope - 1) ** 2 + score)
+        weights = critic.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        with tf.GradientTape() as tape:
+            loss = -tf.reduce_mean(critic(self.encoder(x, training=True)))
+        weights = self.encoder.trainable_variables
+        self.other.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def trained(kind, **options):
+    """The weights, and what a step needed."""
+    keras.utils.set_random_seed(0)
+    model = kmem.wrap(kind())
+    model.compile(keras.optimizers.SGD(1e-3))
+    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
+    fit = {"batch_size": ROWS, "verbose": 0, **options}
+    model.fit(x, **fit)
+    with kmem.memory.track("CPU") as usage:
+        model.fit(x, epochs=2, **fit)
+    used = usage.peak_bytes - usage.start_bytes
+    return model.get_weights(), used
+
+
+@pytest.mark.parametrize("kind", [TwoModels, OneTwice, PenalizedGradient])
+def test_a_step_of_several_calls_is_recomputed_with_the_same_numbers(kind):
+    want, plain_bytes = trained(kind)
+    got, needed_bytes = trained(kind, remat=kmem.Remat(solver="sqrt"))
+
+    for some, others in zip(got, want, strict=True):
+        np.testing.assert_allclose(some, others, rtol=0, atol=2e-7)
+    # Of a dozen layers and more only some are kept.
+    assert needed_bytes < plain_bytes - DEPTH / 2 * LAYER_BYTES
+
+
+def test_a_budget_is_kept_by_a_model_without_a_call():
+    want, plain_bytes = trained(TwoModels)
+    keras.utils.set_random_seed(0)
+    model = kmem.wrap(TwoModels())
+    model.compile(keras.optimizers.SGD(1e-3))
+    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
+    budget = kmem.memory.current("CPU") + int(0.8 * plain_bytes)
+
+    fit = {"batch_size": ROWS, "verbose": 0, "memory_budget": budget}
+    model.fit(x, **fit)
+    model.fit(x, epochs=2, **fit)
+
+    chosen = model.memory_report.chosen
+    assert chosen.plan.segments and chosen.options.num_parts == 1
+    assert chosen.measured_peak_bytes <= budget
+    for some, others in zip(model.get_weights(), want, strict=True):
+        np.testing.assert_allclose(some, others, rtol=0, atol=2e-7)
+
+
+def test_the_plan_names_what_the_step_calls():
+    model = TwoModels()
+    model.compile("sgd")
+
+    plan = kmem.plan(model, tf.TensorSpec((ROWS, WIDTH)), costs="flops")
+
+    stages = [stage.name.split("_")[0] for stage in plan.network.stages]
+    half = ["dense"] * DEPTH + ["dropout"]
+    between, loss = stages[DEPTH + 1], stages[-1]
+    assert stages == [*half, between, *half, loss]
+    assert between.startswith("before seq") and loss == "before loss"
+
+
+def test_a_step_without_a_loss_cannot_be_planned():
+    class Counts(TwoModels):
+        def train_step(self, x):
+            return {"sum": tf.reduce_sum(self.encoder(x))}
+
+    model = kmem.wrap(Counts())
+    model.compile("sgd")
+
+    with pytest.raises(ValueError, match="computes a loss"):
+        model.fit(np.zeros((4, WIDTH)), verbose=0, remat="auto")
