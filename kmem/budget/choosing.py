@@ -74,7 +74,7 @@ def choose(
     """
     planner.build(model, batch)
     # Its variables are in memory in every step.
-    Changes(model, model.optimizer).build()
+    Changes(model, model.optimizer).build(batch)
     gc.collect()
     given = dataclasses.replace(options, memory_budget=None, allow=())
     is_counted = memory.is_counted()

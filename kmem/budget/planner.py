@@ -223,7 +223,7 @@ def make_plan(
         )
     if model.compiled:
         # Its variables are in memory in every step.
-        Changes(model, model.optimizer).build()
+        Changes(model, model.optimizer).build(batch)
     gc.collect()
     in_use = agreeing.highest(group, in_use_bytes(model, batch, options))
     learned = _learned.pop(key, None)

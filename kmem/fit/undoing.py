@@ -142,6 +142,7 @@ class Changes:
         self._model = model
         self._optimizer = optimizer
         self._train_step = model.train_step
+        self._is_traced = False
 
     @property
     def variables(self) -> list:
@@ -170,15 +171,18 @@ class Changes:
         """Makes the variables that the first step would make.
 
         Args:
-            batch: What the step gets, as `tf.TensorSpec`s. It is traced for
-                the optimizers that a `train_step` has besides the model's.
+            batch: What the step gets, as `tf.TensorSpec`s. It is traced if
+                the model has several optimizers.
         """
-        strategy = self._model.distribute_strategy
-        with strategy.scope():
-            build_optimizer(self._optimizer, self._model.trainable_variables)
-        others = optimizers(self._model)
-        if batch is not None and not all(each.built for each in others):
-            step = self._train_step
+        model, optimizer = self._model, self._optimizer
+        strategy, step = model.distribute_strategy, self._train_step
+        own = optimizer, getattr(optimizer, "inner_optimizer", None)
+        if all(each in own for each in optimizers(model)):
+            with strategy.scope():
+                build_optimizer(optimizer, model.trainable_variables)
+        elif batch is not None and not self._is_traced:
+            # Which of them it uses, and for what, only the step knows.
+            self._is_traced = True
             releasing.function(
                 lambda data: strategy.run(step, args=(data,))
             ).get_concrete_function(batch)
