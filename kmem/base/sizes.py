@@ -57,15 +57,6 @@ def parse_size(size: int | str, name: str = "size") -> int:
     Raises:
         ValueError: If `size` is not a positive number of bytes, is more than
             a device can count, or has a unit that is not known.
-
-    Example:
-
-    ```python
-    from kmem.base.sizes import parse_size
-
-    parse_size("5GB")  # 5000000000
-    parse_size("5GiB")  # 5368709120
-    ```
     """
     rule = (
         f"`{name}` must be a positive number of bytes below 2**63, such as "

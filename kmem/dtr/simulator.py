@@ -98,22 +98,6 @@ def simulate(
         BudgetFailed: If the program cannot run like this.
         ValueError: If there is no such heuristic.
         NativeLibraryError: If the native library cannot be built.
-
-    Example:
-
-    ```python
-    import pathlib
-
-    from kmem.dtr.trace import read_program
-    from kmem.dtr.simulator import simulate
-
-    path = pathlib.Path("step.log")
-    path.write_text(
-        '{"INSTRUCTION": "CONSTANT", "NAME": "x"}\\n'
-        '{"INSTRUCTION": "MEMORY", "NAME": "x", "MEMORY": "8"}\\n'
-    )
-    simulate(read_program(path)).peak_bytes  # 8
-    ```
     """
     if heuristic not in (AUTO, *HEURISTICS):
         raise ValueError(

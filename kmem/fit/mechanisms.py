@@ -2,7 +2,7 @@
 
 A step is taken by the model as a whole, or in two: so do `microbatches`,
 `gradient_accumulation_steps` and options that have to be between a gradient
-and its update. `Planned`, `Mixed` and `Evicting` change what is computed
+and its update. `planned`, `Mixed` and `Evicting` change what is computed
 within. Not here: sharding (`kmem/sharding/training`) and the undo of a step.
 """
 

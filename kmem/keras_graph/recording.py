@@ -145,9 +145,6 @@ def record(model: keras.Model, batch, in_step: bool) -> Recording:
         batch: What its `train_step` is given, as `tf.TensorSpec`s with shapes
             that are known. The loss is recorded if there are targets.
         in_step: Whether to record what its `train_step` calls up to its loss.
-
-    Raises:
-        ValueError: If that has none.
     """
     recorder: Any = None
 
@@ -201,12 +198,6 @@ class _Recorder(opening.Visitor):
         ):
             model.train_step(batch)
         losses = _tensors(update.loss)
-        if not losses:
-            raise ValueError(
-                "A plan needs a `train_step` that computes a loss, and asks a "
-                "`tf.GradientTape` for its gradient. Received: "
-                f"model={model.name}"
-            )
         self._record_between("loss", losses)
         self.recording.outputs = self._known(losses)
 

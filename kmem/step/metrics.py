@@ -50,10 +50,10 @@ class LayerState:
         if not tf.executing_eagerly() and values:
             reached = reached_from(tf.nest.flatten(data, True))
             values = {k: v for k, v in values.items() if id(v) in reached}
-        self.layers_that_see_parts = _innermost(model, set(values), "weights")
+        self.layers_that_see_parts = innermost(model, set(values), "weights")
         drawn = assigned.keys() - {id(v) for v in model.weights}
         drawn -= {id(v) for metric in model.metrics for v in metric.variables}
-        self.layers_that_draw = _innermost(model, drawn, "variables")
+        self.layers_that_draw = innermost(model, drawn, "variables")
 
     def values(self) -> list[tf.Tensor]:
         """What the state is now."""
@@ -118,7 +118,7 @@ def warn_of_parts(
     )
 
 
-def _innermost(
+def innermost(
     model, identities: set[int], kind: str
 ) -> list[keras.layers.Layer]:
     """The layers that own variables, and not by way of a layer inside."""

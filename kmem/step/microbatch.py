@@ -31,6 +31,7 @@ from kmem.step.loss_terms import recording
 from kmem.step.parts import Alone
 from kmem.step.parts import Parts
 from kmem.step.parts import Slice
+from kmem.step.updates import squares_rows
 
 
 @dataclasses.dataclass
@@ -91,6 +92,9 @@ class GradientStep:
         self._loss: Any = None
         self._state: metrics.LayerState | None = None  # Likewise.
         self._spec: Any = None  # Of a batch, or of a part of it.
+        self._optimizer = optimizer
+        # Variables whose gradients are rows, by their `id`.
+        self._in_rows: set[int] = set()
 
     @property
     def layers_that_see_parts(self) -> list[keras.layers.Layer]:
@@ -106,11 +110,14 @@ class GradientStep:
 
     def layers_that_differ(self, spec) -> list[keras.layers.Layer]:
         """Those whose numbers are others if a batch comes in parts: their
-        state depends on the examples of each, or they draw for each; the
-        model itself, if its loss may compare them."""
+        state depends on the examples of each, or they draw for each, or the
+        optimizer squares each row of their gradient; the model itself, if its
+        loss may compare them."""
         releasing.function(self._count).get_concrete_function(spec, False)
         state: Any = self._state
         layers = [*state.layers_that_see_parts, *state.layers_that_draw]
+        if self._in_rows and squares_rows(self._optimizer):
+            layers += metrics.innermost(self._model, self._in_rows, "weights")
         may_compare = self._loss.may_compare or self._losses_that_compare()
         return [*layers, self._model] if may_compare else layers
 
@@ -278,7 +285,10 @@ class GradientStep:
             comparing.looking() as compares,
             self._processes.counting() as unknown,
         ):
-            self._run_until_loss(data, until_loss)
+            update = self._run_until_loss(data, until_loss)
+            pairs = zip(update.variables, update.gradients or [], strict=False)
+            in_rows = (v for v, g in pairs if isinstance(g, tf.IndexedSlices))
+            self._in_rows = set(map(id, in_rows))
             self._loss = Loss.of(model, self._train_step, terms, compares)
             self._state = metrics.LayerState(model, scope, data)
         self._spec = batches.specs_of(data)

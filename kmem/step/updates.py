@@ -8,6 +8,7 @@ first, to clip them by their common norm or to scale a loss, updates at the end.
 """
 
 import contextlib
+import math
 
 import keras
 import tensorflow as tf
@@ -55,6 +56,29 @@ def _updates_one_by_one(optimizer) -> bool:
         or optimizer.global_clipnorm
         or optimizer.gradient_accumulation_steps
     )
+
+
+def squares_rows(optimizer) -> bool:
+    """Whether an update by several rows of a gradient for one place, as of an
+    id that occurs again, is another than by their sum: Adam squares each.
+
+    It is tried; one that cannot be made again is taken to.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    shape = tf.constant([1, 1])
+    rows = tf.IndexedSlices(tf.ones([2, 1]), tf.zeros([2], tf.int32), shape)
+
+    def updated(gradient) -> float:
+        variable = keras.Variable([[1.0]], name="row")
+        config = inner.get_config() | {"learning_rate": 0.5}
+        type(inner).from_config(config).apply([gradient], [variable])
+        return float(variable.numpy()[0, 0])
+
+    try:
+        by_sum = updated(2 * tf.ones([1, 1]))
+        return not math.isclose(updated(rows), by_sum, rel_tol=1e-6)
+    except Exception:
+        return True
 
 
 def early_bytes(variables: list) -> float:

@@ -141,7 +141,7 @@ def test_the_plan_names_what_the_step_calls():
     assert between.startswith("before seq") and loss == "before loss"
 
 
-def test_a_step_without_a_loss_cannot_be_planned():
+def test_a_step_without_a_loss_is_planned_as_far_as_it_calls_layers():
     class Counts(TwoModels):
         def train_step(self, x):
             return {"sum": tf.reduce_sum(self.encoder(x))}
@@ -149,5 +149,5 @@ def test_a_step_without_a_loss_cannot_be_planned():
     model = kmem.wrap(Counts())
     model.compile("sgd")
 
-    with pytest.raises(ValueError, match="computes a loss"):
-        model.fit(np.zeros((4, WIDTH)), verbose=0, remat="auto")
+    logs = model.fit(np.ones((4, WIDTH)), verbose=0, remat="auto").history
+    assert logs.keys() == {"sum"}
