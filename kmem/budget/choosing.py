@@ -88,10 +88,9 @@ def choose(
     in_use = planner.in_use_bytes(model, batch, given)
     # All have to choose the same.
     in_use = agreeing.highest(agreeing.processes(given), in_use)
-    may_differ = "batch_statistics" in options.allow
     room = budget_bytes - reserved_bytes
     menu = Menu(model, batch, room, in_use, verbose, spec)
-    search = Search(menu, may_differ)
+    search = Search(menu, "batch_statistics" in options.allow)
 
     def in_fit(choice: Choice) -> Choice:
         peak_bytes = choice.predicted_peak_bytes + reserved_bytes

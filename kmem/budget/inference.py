@@ -44,6 +44,8 @@ from kmem.options import MicroBatches
 from kmem.step import batches
 
 _INFERENCES = "_kmem_inferences"
+# The next step that is measured has at most so many times the examples.
+_GROWTH = 8
 _DOES = {"test": "evaluates", "predict": "predicts"}
 
 
@@ -259,19 +261,34 @@ class BudgetedInference:
             # The whole batch is there beside one part of it.
             return own if size == rows else own + whole
 
-        # The largest part that fits is between these.
-        size, least, most = rows, 0, rows
-        while least < most:
+        size, most = 1, rows
+        # What a step with some examples takes, of the last that fitted.
+        fitting: list[tuple[int, float]] = []
+        for _ in range(2 * tuning.MAX_ATTEMPTS):
             own = self._steps.needed_bytes(kind, batch, size, 1)
-            if own is not None and taken(size, own) <= room:
-                least = size
-            elif size > 1:
+            if own is None or taken(size, own) > room:
+                if not fitting:
+                    peak = None if own is None else others + taken(1, own)
+                    raise self._impossible(rows, peak, others)
                 most = size - 1
             else:
-                peak = None if own is None else others + taken(1, own)
-                raise self._impossible(rows, peak, others)
-            size = -(-(least + most) // 2)
-        bucket.count = -(-rows // least)
+                fitting.append((size, own))
+            (largest, its) = fitting[-1]
+            if len(fitting) == 1:
+                size = min(2, most)
+            else:
+                before, least = fitting[-2]
+                more = max(its - least, 1) / (largest - before)
+                size = most
+                if taken(most, its + more * (most - largest)) > room:
+                    left = room - taken(largest, its)
+                    size = min(largest + int(left / more), most)
+                size = min(size, _GROWTH * largest)
+                if most < rows and size - largest < tuning.DOUBT * largest:
+                    break
+            if size <= largest:
+                break
+        bucket.count = -(-rows // fitting[-1][0])
         # What comes in a loop needs a little more.
         while kind == "test" and 1 < bucket.count < rows:
             own = self._steps.needed_bytes(*(kind, batch, rows, bucket.count))

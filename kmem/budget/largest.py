@@ -22,8 +22,8 @@ from kmem.base.sizes import format_size
 from kmem.base.sizes import parse_size
 from kmem.budget import dry_run
 from kmem.budget.dry_run import Measurement
+from kmem.budget.inference_steps import InferenceSteps
 from kmem.fit.session import Session
-from kmem.graph import releasing
 from kmem.options import MemoryArguments
 from kmem.options import MemoryOptions
 from kmem.sharding.engine import Engine
@@ -147,7 +147,7 @@ class _Steps:
         self._session = Session(model, options, ordered=ordered)
         specs = batches.with_rows(self._batch, None)
         self._step = self._session.on_batch(specs)
-        self._test = _any_size_test(model, self._batch)
+        self._inference = InferenceSteps(model, {"test": model.test_step})
         self.num_runs = 0
 
     def measure(self, rows: int) -> Measurement | None:
@@ -168,7 +168,8 @@ class _Steps:
                     )
                 # Validation sees the whole batch at once.
                 with device_memory.track() as usage:
-                    self._test(*batches.leaves(data))
+                    _, message = self._inference.take("test", data, 1)
+                measured = None if message else measured
         except tf.errors.ResourceExhaustedError:
             measured = None
         gc.collect()
@@ -178,15 +179,6 @@ class _Steps:
         ahead = batches.num_bytes(specs)
         peak = max(measured.peak_bytes, usage.peak_bytes) + ahead
         return dataclasses.replace(measured, peak_bytes=peak)
-
-
-def _any_size_test(model: keras.Model, batch: Any) -> Any:
-    """A model's test step as a function of the tensors of a batch."""
-    specs = batches.with_rows(batch, None)
-    run = batches.of_leaves(model.test_step, specs)
-    if model.run_eagerly:
-        return run
-    return releasing.function(run, input_signature=batches.leaves(specs))
 
 
 def _search(steps: _Steps, room: int, multiple_of: int) -> LargestBatch:

@@ -224,17 +224,13 @@ class Menu:
         more = (own - point.peak_bytes) / self.size(options, count)
         self._learned[_key(options, count)] = more
 
-    def say(self, options: MemoryOptions) -> None:
-        """Shows what is tried."""
+    def say(self, options: MemoryOptions, again: bool = False) -> None:
+        """Shows what is tried, or again as it was chosen before."""
         self._num_trials += 1
         if self._verbose:
             number = f"{self._num_trials} of at most {self.most_trials}"
-            print(f"memory_budget tries {number}: {describe(options)}")
-
-    def say_again(self, options: MemoryOptions) -> None:
-        """Shows what is tried that was chosen before."""
-        if self._verbose:
-            print(f"memory_budget tries what it chose: {describe(options)}")
+            which = "what it chose" if again else number
+            print(f"memory_budget tries {which}: {describe(options)}")
 
 
 def with_count(options: MemoryOptions, count: int) -> MemoryOptions:

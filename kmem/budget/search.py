@@ -100,7 +100,7 @@ class Search:
 
     def again(self, before: Choice) -> Choice | None:
         """What an earlier run chose, if it fits."""
-        self._menu.say_again(before.options)
+        self._menu.say(before.options, again=True)
         try:
             if before.options.num_parts > 1:
                 differing = self._layers_that_differ(before.options)

@@ -213,16 +213,15 @@ def planned(
         recording: What the plan was made from, if that was just now; else the
             model is recorded anew, and the plan has to be of it.
     """
-    train_step = model.train_step
     if recording is None:
         batch = batches.from_json(plan.batch)
         with as_in_a_step(model, options):
             recording = profiling.record_batch(model, batch)
         applying.check(plan.network, recording)
-    follow = functools.partial(applying.applied, model, recording.frame)
+    frame, train_step = recording.frame, model.train_step
 
     def step(data):
-        with follow(plan.segments):
+        with applying.applied(model, frame, plan.segments):
             return train_step(data)
 
     return step

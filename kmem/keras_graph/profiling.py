@@ -138,13 +138,9 @@ def mode(
     return "xla" if model.jit_compile and allowed else "graph"
 
 
-def record_batch(
-    model: keras.Model, batch: Any, called: bool = False
-) -> Recording:
-    """Records the model on a batch, of which only the shapes are used: as it
-    trains, or as it is called."""
-    in_step = has_own_step(model) and not called
-    return record(model, checked_specs(model, batch), in_step)
+def record_batch(model: keras.Model, batch: Any) -> Recording:
+    """Records the model on a batch, of which only the shapes are used."""
+    return record(model, checked_specs(model, batch), has_own_step(model))
 
 
 def checked_specs(model: keras.Model, batch: Any) -> Any:

@@ -32,6 +32,7 @@ from kmem.budget.correction import Learned
 from kmem.fit import pipeline
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
+from kmem.keras_graph.recording import record
 from kmem.options import Remat
 from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.choosing import Chooser
@@ -67,8 +68,8 @@ class LevelPlan:
         recordings = []
         for model, inputs in calls:
             with mixed(model):
-                recording = profiling.record_batch(model, (inputs,), True)
-                recordings.append(recording)
+                specs = profiling.checked_specs(model, (inputs,))
+                recordings.append(record(model, specs, in_step=False))
         self._segments: tuple[Segment, ...] | None = None
         if remat.plan is not None:
             given = remat.plan

@@ -440,20 +440,18 @@ def _recurrent():
 
 
 def test_the_smallest_budget_that_an_error_names_is_enough():
-    model, data = _recurrent()
-    model.memory_options = kmem.MemoryOptions(memory_budget=1)
+    model, (x, y) = _recurrent()
+    fit = {"batch_size": len(x), "shuffle": False, "verbose": 0}
     with pytest.raises(ValueError, match="must be at least") as raised:
-        model.train_on_batch(*data)
+        model.fit(x, y, **fit, memory_budget=1)
     smallest = raised.value.smallest_bytes
 
-    model.memory_options = kmem.MemoryOptions(memory_budget=smallest)
-    model.train_on_batch(*data)
-    kmem.memory.reset_peak()
-    for _ in range(3):
-        model.train_on_batch(*data)
+    model.fit(x, y, **fit, epochs=3, memory_budget=smallest)
 
-    assert model.memory_report.chosen.options.num_parts > 1
-    assert kmem.memory.peak() <= smallest
+    report = model.memory_report
+    assert report.chosen.options.num_parts > 1
+    assert report.chosen.measured_peak_bytes <= smallest
+    assert not report.events
 
 
 def test_a_batch_that_is_on_the_device_is_counted_once():
