@@ -66,8 +66,8 @@ def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
 
 
 def is_built(model: keras.Model) -> bool:
-    """Whether a model has all of its variables. One without a `call`, whose
-    `train_step` calls its parts, is not built itself. step/test_capture.py"""
+    """Whether a model has all variables. One without a `call`, of which a step
+    calls the parts, is not built itself. remat/test_own_steps.py"""
     return all(
         layer.built or type(layer).call is keras.Model.call
         for layer in all_layers(model)

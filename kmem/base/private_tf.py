@@ -112,8 +112,7 @@ def is_own_function(graph: Any) -> bool:
 
 def function_in(graph: tf.Graph, name: str) -> Any:
     """A function that a graph calls, with its own graph; `None` of one that
-    was loaded, or has none, as a CTC loss's. remat/test_remat.py,
-    graph/test_releasing.py"""
+    was loaded, or a CTC loss's. remat/test_remat.py, graph/test_releasing.py"""
     function = graph._get_function(name)
     return function if hasattr(function, "graph") else None
 

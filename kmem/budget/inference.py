@@ -297,10 +297,8 @@ class BudgetedInference:
             bucket.count = -(-rows // (bucket.size - 1))
 
     def _impossible(self, rows: int, peak: float | None, others: int):
-        least = None
-        if peak is not None:
-            single = MemoryOptions(microbatches=MicroBatches(rows))
-            least = Choice(single, int(peak), 0.0)
+        single = MemoryOptions(microbatches=MicroBatches(rows))
+        least = None if peak is None else Choice(single, int(peak), 0.0)
         return ImpossibleBudget(self._given, self._budget, least, others)
 
     def _check(self, bucket: _Bucket, examples: Any) -> None:

@@ -197,9 +197,12 @@ class _Recorder(opening.Visitor):
             contextlib.suppress(capture.LossReached),
         ):
             model.train_step(batch)
-        losses = _tensors(update.loss)
-        self._record_between("loss", losses)
-        self.recording.outputs = self._known(losses)
+        self._record_between("loss", _tensors(update.loss))
+        # What nothing but the loss reads, or looks into for a softmax's input.
+        calls, tensors = self.recording.calls, self.recording.tensors
+        read = {value for call in calls[:-1] for value in call.reads}
+        outputs = (v for v in range(len(tensors)) if v not in read)
+        self.recording.outputs = tuple(outputs)
 
     def record_loss(self, model, x, predictions, y, sample_weight) -> None:
         # A `train_step` may have a loss of its own, and no compiled one.

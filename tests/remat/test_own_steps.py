@@ -141,6 +141,43 @@ def test_the_plan_names_what_the_step_calls():
     assert between.startswith("before seq") and loss == "before loss"
 
 
+class Classifier(keras.Model):
+    """Its loss looks for the softmax that made its predictions."""
+
+    def train_step(self, x):
+        y = keras.ops.one_hot(tf.argmax(x, 1), WIDTH)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_what_a_loss_reads_is_not_recomputed():
+    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
+
+    def model():
+        keras.utils.set_random_seed(0)
+        outputs = inputs = keras.Input((WIDTH,))
+        for activation in ("tanh", "tanh", "relu", "softmax"):
+            outputs = layers.Dense(WIDTH, activation)(100 * outputs)
+        made = kmem.wrap(Classifier(inputs, outputs))
+        made.compile("sgd", "categorical_crossentropy")
+        return made
+
+    def weights(**options):
+        trained = model()
+        trained.fit(x, batch_size=ROWS, epochs=2, verbose=0, **options)
+        return trained.get_weights()
+
+    plan = kmem.plan(model(), x, costs="flops", solver="sqrt")
+    *_, dense, loss = plan.network.stages
+    assert not (dense.recomputable or loss.recomputable)
+    pairs = zip(weights(remat=plan), weights(), strict=True)
+    for got, want in pairs:
+        np.testing.assert_array_equal(got, want)
+
+
 def test_a_step_without_a_loss_is_planned_as_far_as_it_calls_layers():
     class Counts(TwoModels):
         def train_step(self, x):
