@@ -119,11 +119,11 @@ def choose(
         # left its traces in memory.
         gc.collect()
         left = max(planner.in_use_bytes(model, batch, given) - in_use, 0)
-        others = in_use + reserved_bytes
         count = least.options.num_parts if least else 1
         tensors = largest_tensors(model, batch, menu.size(given, count))
         raise ImpossibleBudget(
-            *(options.memory_budget, budget_bytes, least, others, left, tensors)
+            *(options.memory_budget, budget_bytes, least),
+            *(in_use + reserved_bytes, left, tensors),
         )
     others = [choice for choice in search.tried if choice != best]
     others.sort(key=lambda choice: choice.predicted_seconds)

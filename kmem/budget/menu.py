@@ -226,7 +226,7 @@ class Menu:
 
     def say(self, options: MemoryOptions, again: bool = False) -> None:
         """Shows what is tried, or again as it was chosen before."""
-        self._num_trials += 1
+        self._num_trials += not again
         if self._verbose:
             number = f"{self._num_trials} of at most {self.most_trials}"
             which = "what it chose" if again else number

@@ -142,7 +142,7 @@ class Changes:
         self._model = model
         self._optimizer = optimizer
         self._train_step = model.train_step
-        self._is_traced = False
+        self._is_made = all(each.built for each in optimizers(model))
 
     @property
     def variables(self) -> list:
@@ -180,9 +180,9 @@ class Changes:
         if all(each in own for each in optimizers(model)):
             with strategy.scope():
                 build_optimizer(optimizer, model.trainable_variables)
-        elif batch is not None and not self._is_traced:
+        elif batch is not None and not self._is_made:
             # Which of them it uses, and for what, only the step knows.
-            self._is_traced = True
+            self._is_made = True
             releasing.function(
                 lambda data: strategy.run(step, args=(data,))
             ).get_concrete_function(batch)

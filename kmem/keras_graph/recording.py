@@ -154,10 +154,8 @@ def record(model: keras.Model, batch, in_step: bool) -> Recording:
         # several outputs does, to count each of them.
         recorder = _Recorder()
         recorder.start(batch)
-        with (
-            capture.DiscardedState(),
-            opening.opened(model, recorder, in_step),
-        ):
+        seeing = opening.opened(model, recorder, in_step)
+        with capture.DiscardedState(), seeing:
             if in_step:
                 recorder.record_step(model, batch)
             else:
@@ -199,10 +197,10 @@ class _Recorder(opening.Visitor):
             model.train_step(batch)
         self._record_between("loss", _tensors(update.loss))
         # What nothing but the loss reads, or looks into for a softmax's input.
-        calls, tensors = self.recording.calls, self.recording.tensors
-        read = {value for call in calls[:-1] for value in call.reads}
-        outputs = (v for v in range(len(tensors)) if v not in read)
-        self.recording.outputs = tuple(outputs)
+        found = self.recording
+        read = {value for call in found.calls[:-1] for value in call.reads}
+        values = range(len(found.tensors))
+        found.outputs = tuple(v for v in values if v not in read)
 
     def record_loss(self, model, x, predictions, y, sample_weight) -> None:
         # A `train_step` may have a loss of its own, and no compiled one.

@@ -254,12 +254,11 @@ class GradientStep:
         every step: a variable has to exist before a loop that reads it.
         """
         model = self._model
-        layers = is_built(model)
         # Metrics come after the loss.
         all_of_it = self._processes.split_batches and not all(
             metric.variables for metric in model.metrics
         )
-        if layers and not all_of_it:
+        if is_built(model) and not all_of_it:
             return
 
         def build(data) -> None:

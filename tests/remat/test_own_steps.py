@@ -178,6 +178,18 @@ def test_what_a_loss_reads_is_not_recomputed():
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("see", [kmem.plan, kmem.profile, kmem.estimate])
+def test_what_is_inside_has_to_be_built_to_be_looked_at(see):
+    model = TwoModels()
+    model.decoder = keras.Sequential([layers.Dense(WIDTH)])
+    model.compile("sgd")
+
+    with pytest.raises(ValueError, match="must be built"):
+        see(model, tf.TensorSpec((ROWS, WIDTH)))
+
+    assert not model.decoder.built
+
+
 def test_a_step_without_a_loss_is_planned_as_far_as_it_calls_layers():
     class Counts(TwoModels):
         def train_step(self, x):
