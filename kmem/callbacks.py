@@ -138,7 +138,7 @@ class MemoryOptions(EndOfGroup):
         def first_step(iterator):
             model.train_function = plain
             data = next(iterator)
-            batch = batches.specs_of(data)
+            batch = batches.specs_of(data, examples=True)
             self._begin(planner.session_for(model, self.options, batch))
             return model.train_function(iter([data]))
 

@@ -348,7 +348,7 @@ def _train_on_batch_under(model, keras_train_on_batch, args, kwargs):
             given = given.bind(*args, **kwargs).arguments
             names = ("x", "y", "sample_weight")
             data = keras.utils.pack_x_y_sample_weight(*map(given.get, names))
-            batch = batches.specs_of(data)
+            batch = batches.specs_of(data, examples=True)
             session = planner.session_for(model, options, batch)
         session.install(test_step=False)
         object.__setattr__(model, _SESSION, (options, session))

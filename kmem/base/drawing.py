@@ -76,16 +76,6 @@ def mark_budget(line: Callable, num_bytes: int, unit: float, **style) -> None:
     line(num_bytes / unit, **style, label=label)
 
 
-def bars(axes: "Axes", x: list, least: list, most: list) -> None:
-    """Draws an interval above each point."""
-    above = [high - low for low, high in zip(least, most, strict=True)]
-    axes.errorbar(
-        *(x, least, [[0.0] * len(x), above]),
-        **{"fmt": "none", "ecolor": "black", "capsize": 4, "elinewidth": 1},
-        label="from the fastest step to the median",
-    )
-
-
 def bands(axes: "Axes", edges: Any, kinds: dict[str, Any], unit: float) -> None:
     """Draws bytes over a step, of each kind upon those before, and says at
     the peak what they are."""

@@ -110,6 +110,12 @@ def is_own_function(graph: Any) -> bool:
     return type(graph) is tf.__internal__.FuncGraph
 
 
+def variables_in(graph) -> list[tf.Variable]:
+    """What a graph that is being made reads or assigns so far.
+    budget/test_no_trace.py"""
+    return list(graph._watched_variables)
+
+
 def function_in(graph: tf.Graph, name: str) -> Any:
     """A function that a graph calls, with its own graph; `None` of one that
     was loaded, or a CTC loss's. remat/test_remat.py, graph/test_releasing.py"""

@@ -19,7 +19,6 @@ from kmem.base import bindings
 from kmem.base import native
 from kmem.base import private_tf
 from kmem.budget import tuning
-from kmem.fit import undoing
 from kmem.fit.session import Session
 from kmem.keras_graph.recording import Recording
 from kmem.options import MemoryOptions
@@ -38,12 +37,10 @@ class Measurement:
         peak_bytes: The (first) device's peak to count with, or the size of
             the pool in which it would have run.
         seconds: The time of the fastest step.
-        median_seconds: The time of the median step, if some were taken.
     """
 
     peak_bytes: int
     seconds: float
-    median_seconds: float | None = None
 
     def agreed(self, group: Engine) -> "Measurement":
         """The same for all processes that train together: what the one takes
@@ -55,7 +52,7 @@ class Measurement:
 def dry_run(
     model: keras.Model,
     batch: Any,
-    state: list,
+    undone: contextlib.AbstractContextManager,
     training: contextlib.AbstractContextManager,
     spec: Any = None,
     *,
@@ -69,7 +66,7 @@ def dry_run(
     Args:
         model: The model.
         batch: A replica's batch, as `tf.TensorSpec`s.
-        state: The variables that a step may change, besides the metrics'.
+        undone: Within, what steps change is given back.
         training: Within, `model.train_function` takes the steps.
         spec: What the graph knows of the batch.
         group: The processes that take them together.
@@ -77,7 +74,7 @@ def dry_run(
     Returns:
         What a step took in this process, or `None` if it ran out of memory.
     """
-    with undoing.unchanged(state, model.metrics):
+    with undone:
         try:
             with training:
                 iterator = _iterator(model.distribute_strategy, batch, spec)
@@ -93,9 +90,8 @@ def of_session(
     """`dry_run` of a session's step with a batch (`TensorSpec`s)."""
     session.changes.build(batch)
     group = agreeing.processes(session.options)
-    changed = session.changes.variables
-    training = installed(session)
-    return dry_run(session.model, batch, changed, training, spec, group=group)
+    around = session.changes.undone(), installed(session)
+    return dry_run(session.model, batch, *around, spec, group=group)
 
 
 @dataclasses.dataclass
@@ -194,7 +190,7 @@ def measured(
         return None
     # Where few have the highest peak, others may have a higher one.
     peak_bytes = 2 * max(peaks) - int(statistics.median(peaks))
-    return Measurement(peak_bytes, min(seconds), statistics.median(seconds))
+    return Measurement(peak_bytes, min(seconds))
 
 
 def _timed_and_needed(step: Callable[[], Any]) -> tuple[float, int]:
@@ -244,7 +240,11 @@ def _iterator(
     whole = batches.of_leaves(
         lambda data: keras.tree.map_structure(known, data, batch), data
     )
+    # An iterator may wait for seconds until its tuning has ended.
+    untuned = tf.data.Options()
+    untuned.autotune.enabled = False
     dataset = tf.data.Dataset.from_tensors(leaves).repeat().map(whole)
+    dataset = dataset.with_options(untuned)
     if strategy.num_replicas_in_sync > 1:
         dataset = strategy.distribute_datasets_from_function(lambda _: dataset)
     return iter(dataset)

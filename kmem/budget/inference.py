@@ -161,6 +161,7 @@ class BudgetedInference:
         specs = batches.specs_of(batch)
         bucket = self._covering(kind, specs)
         if bucket is None:
+            specs = batches.specs_of(batch, examples=True)
             reserved = pipeline.ready_bytes(specs)
             reserved -= pipeline.in_hand_bytes(batch)
             bucket = self._choose(kind, specs, batch, reserved)

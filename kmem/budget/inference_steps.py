@@ -9,9 +9,7 @@ see what a step computes from several examples at once, as a layer does that
 normalizes by them. `InferenceSteps.difference` tells.
 """
 
-import contextlib
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +51,7 @@ class InferenceSteps:
         self._model: Any = model
         self._steps = steps
         self._functions: dict[tuple, Callable] = {}
+        self._changes = _Changes(model, optimizer=None)
 
     def take(self, kind: str, batch: Any, count: int) -> tuple[Any, str]:
         """Takes a step with a batch in so many parts; returns what came of
@@ -84,7 +83,7 @@ class InferenceSteps:
         told for want of memory."""
         model, found = self._model, []
         for count in (1, 2):
-            with self.undone():
+            with self._changes.undone():
                 for metric in model.metrics:
                     metric.reset_state()
                 results, message = self.take(kind, examples, count)
@@ -94,14 +93,9 @@ class InferenceSteps:
             found.append({"results": results, "state": state})
         return _difference(*found)
 
-    @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
+    def undone(self) -> patching.Context:
         """Within, steps leave no trace."""
-        owned = self._model.metrics
-        changed = [v for metric in owned for v in metric.variables]
-        changed += self._model.non_trainable_variables
-        with undoing.unchanged(changed, owned):
-            yield
+        return self._changes.undone()
 
     def trace_again(self) -> None:
         """Has steps traced anew."""
@@ -138,8 +132,14 @@ class InferenceSteps:
         if count > 1:
             step = EvaluationStep(model, step, count)
         plain = getattr(model, name)
+
+        def take_step(data):
+            results = step(data)
+            self._changes.look()
+            return results
+
         try:
-            with patching.attribute(model, f"{kind}_step", step):
+            with patching.attribute(model, f"{kind}_step", take_step):
                 getattr(model, f"make_{name}")(force=True)
             take = getattr(model, name)
         finally:
@@ -157,6 +157,15 @@ class InferenceSteps:
             return run(*map(_tensor, batches.leaves(batch), specs))
 
         return call
+
+
+class _Changes(undoing.Changes):
+    """What steps change that do not train."""
+
+    @property
+    def named(self) -> list:
+        owned = [v for metric in self._model.metrics for v in metric.variables]
+        return owned + self._model.non_trainable_variables
 
 
 class EvaluationStep:

@@ -141,7 +141,7 @@ class _Steps:
     """Takes steps with batches of any size, and leaves no trace."""
 
     def __init__(self, model: keras.Model, data: Any, options: MemoryOptions):
-        self._batch = batches.specs_of(data)
+        self._batch = batches.specs_of(data, examples=True)
         # Without an option plain Keras trains, in any order.
         ordered = options != MemoryOptions()
         self._session = Session(model, options, ordered=ordered)

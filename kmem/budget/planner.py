@@ -97,7 +97,7 @@ def plan(
     ```
     """
     options = MemoryOptions(remat=Remat(budget=budget, solver=solver))
-    specs = batches.specs_of(batch)
+    specs = batches.specs_of(batch, examples=True)
     plan, *_ = make_plan(model, specs, options, costs, verbose)
     return plan
 

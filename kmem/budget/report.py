@@ -29,7 +29,6 @@ class Choice:
         measured_peak_bytes: The highest peak of a step in training, or `None`
             if it has not trained.
         plan: What it recomputes, if it does.
-        median_seconds: Of the steps that were taken to try it, or `None`.
     """
 
     options: MemoryOptions
@@ -37,7 +36,6 @@ class Choice:
     predicted_seconds: float
     measured_peak_bytes: int | None = None
     plan: Plan | None = None
-    median_seconds: float | None = None
 
     def __str__(self) -> str:
         peak, seconds = self.predicted_peak_bytes, self.predicted_seconds
@@ -95,11 +93,6 @@ class MemoryReport:
     def slowdown(self, choice: Choice) -> float:
         """The time of a choice's step, relative to the plain one's."""
         return choice.predicted_seconds / self.plain.predicted_seconds
-
-    def median_slowdown(self, choice: Choice) -> float | None:
-        """The same of its median step, if it was tried."""
-        seconds = choice.median_seconds
-        return seconds and seconds / self.plain.predicted_seconds
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

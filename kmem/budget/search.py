@@ -242,10 +242,7 @@ class Search:
         if plan is not None:
             more = peak - plan.simulation.peak_bytes
             plan = dataclasses.replace(plan, resident_bytes=more)
-        choice = Choice(
-            *(options, peak, measurement.seconds, None, plan),
-            measurement.median_seconds,
-        )
+        choice = Choice(options, peak, measurement.seconds, None, plan)
         self._ran[choice] = trial, size
         return choice
 

@@ -262,8 +262,7 @@ class _Trial:
         """What was measured; the counts are means over the steps."""
         if self.error:
             return Row(options, error=_reason(self.error))
-        median = statistics.mean(map(statistics.median, self._seconds))
-        row = Row(options, self.seconds, max(self.peaks), median_seconds=median)
+        row = Row(options, self.seconds, max(self.peaks))
         total = self._statistics
         if total is None:
             return row

@@ -232,7 +232,7 @@ class BudgetedSession:
         """Takes one step, in as many attempts as it needs."""
         specs = batches.specs_of(batch)
         self._in_hand = pipeline.in_hand_bytes(batch)
-        bucket = self._covering(specs) or self._choose_in_training(specs)
+        bucket = self._covering(specs) or self._choose_in_training(batch)
         if bucket is not self._bucket:
             self._enter(bucket)
         if not bucket.report.is_measured:
@@ -319,7 +319,8 @@ class BudgetedSession:
         # A pipeline has to make it ready again. A dry run makes one of its
         # own, beside that which is in memory by now.
         ready = pipeline.ready_bytes(batch) * self._in_fit
-        return self._choose(batch, ready - self._in_hand)
+        specs = batches.specs_of(batch, examples=True)
+        return self._choose(specs, ready - self._in_hand)
 
     def _with_less(self, bucket: _Bucket, less: int, message: str) -> _Bucket:
         """Chooses anew for a bucket, so many bytes below what it had.

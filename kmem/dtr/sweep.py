@@ -40,7 +40,6 @@ class Row:
             without a threshold; infinite if it could not run there.
         predicted_peak_bytes: `peak_bytes` by the simulator.
         error: Why it could not run; empty if it could.
-        median_seconds: As `step_seconds`, of the median steps.
     """
 
     dtr: DTR | None
@@ -51,7 +50,6 @@ class Row:
     predicted_seconds: float | None = None
     predicted_peak_bytes: float | None = None
     error: str = ""
-    median_seconds: float | None = None
 
     @property
     def threshold_bytes(self) -> int:
@@ -91,10 +89,6 @@ class Sweep(drawing.Shown):
     def predicted_slowdown(self, row: Row) -> float:
         """`slowdown` by the simulator."""
         return self._relative(row.predicted_seconds)
-
-    def median_slowdown(self, row: Row) -> float:
-        """`slowdown` of the median steps."""
-        return self._relative(row.median_seconds or row.step_seconds)
 
     def _relative(self, seconds: float | None) -> float:
         whole = self.unlimited.step_seconds
@@ -208,14 +202,6 @@ def _draw_time(axes: "Axes", sweep: Sweep) -> None:
     measured = [_finite(sweep.slowdown(row)) for row in rows]
     style: Any = {"color": drawing.BLUE, "label": "measured"}
     axes.plot(_thresholds(rows), measured, "o-", **style)
-    timed = [row for row in rows if row.median_seconds is not None]
-    if timed:
-        drawing.bars(
-            axes,
-            _thresholds(timed),
-            [*map(sweep.slowdown, timed)],
-            [*map(sweep.median_slowdown, timed)],
-        )
     for row in rows:
         if not row.error:
             place = row.threshold_bytes / 1e6, sweep.slowdown(row)

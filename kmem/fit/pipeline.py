@@ -44,19 +44,22 @@ def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
     """
     x = arguments.get("x")
     if isinstance(x, tf.data.Dataset):
-        return batches.specs_of(next(iter(x.take(1))))
+        return batches.specs_of(next(iter(x.take(1))), examples=True)
     if isinstance(x, keras.utils.PyDataset):
-        return batches.specs_of(x[0])
+        return batches.specs_of(x[0], examples=True)
     if isinstance(x, Iterator):
         first = next(x)
         # A generator, since Keras takes no other iterator.
         arguments["x"] = (each for each in itertools.chain([first], x))
-        return batches.specs_of(first)
+        return batches.specs_of(first, examples=True)
     rows = batch_rows(arguments)
     if rows is None:
         return None
     data = [x, arguments.get("y"), arguments.get("sample_weight")]
-    specs = [batches.with_rows(batches.specs_of(part), rows) for part in data]
+    specs = [
+        batches.with_rows(batches.specs_of(part, examples=True), rows)
+        for part in data
+    ]
     if arguments.get("class_weight") is not None:
         # Keras makes weights of rows of it.
         specs[2] = tf.TensorSpec([rows], keras.config.floatx())

@@ -337,6 +337,7 @@ class Session:
         with tf.variable_creator_scope(_made_at_once):
             logs = take(keras.tree.map_structure(_as_tensor, data))
         releasing.forget_gradients()
+        self.changes.look()
         if self._is_users and not self._is_traced:
             self.step.warn_of_parts()
         self._is_traced = True

@@ -10,21 +10,27 @@ import contextlib
 import gc
 from collections.abc import Callable
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from kmem.base import patching
 from kmem.base import private_tf
 from kmem.base.private_keras import is_built
 from kmem.graph import releasing
+from kmem.graph.names import current_graph
 from kmem.sharding.training import stored
+from kmem.sharding.variables import holders
 from kmem.step.accumulation import build_optimizer
 from kmem.step.capture import changed_variables
 from kmem.step.capture import optimizers
 from kmem.step.mechanism import Mechanism
 
 _RESTORE_ATTEMPTS = 3
+# What leaves a variable as it is.
+_READING = frozenset("ReadVariableOp ResourceGather VariableShape".split())
 
 
 class Reader:
@@ -75,6 +81,11 @@ class State:
         self._values = list(values)
         self._metrics = metrics
 
+    def add(self, variables: list) -> None:
+        """Adds variables that the graph which is being made will change."""
+        with tf.init_scope():
+            self._values += [(v, v.numpy()) for v in variables]
+
     def restore(self) -> None:
         """Gives it back.
 
@@ -115,13 +126,13 @@ def _is_still(variable, value: np.ndarray) -> bool:
 
 
 @contextlib.contextmanager
-def unchanged(variables: list, metrics: list) -> Iterator[None]:
+def unchanged(variables: list, metrics: list) -> Iterator[State]:
     """Gives back what steps change in a block of code; see `State`. They
     write no summaries for TensorBoard."""
     state = State(variables, metrics)
     try:
         with tf.summary.record_if(False):
-            yield
+            yield state
     finally:
         state.restore()
 
@@ -139,15 +150,23 @@ class Changes:
     before: State | None = None
 
     def __init__(self, model: keras.Model, optimizer):
+        self._states: list[State] = []
         self._model = model
         self._optimizer = optimizer
         self._train_step = model.train_step
+        # What only the graph of a step tells.
+        self._others: list[tf.Variable] = []
         self._is_made = all(each.built for each in optimizers(model))
+
+    @property
+    def named(self) -> list:
+        """What a step may change of what the model names."""
+        return stored(changed_variables(self._model, self._optimizer))
 
     @property
     def variables(self) -> list:
         """The variables that a step may change."""
-        return stored(changed_variables(self._model, self._optimizer))
+        return self.named + self._others
 
     def reader(self, earlier: Reader | None) -> Reader:
         """Reads these variables; `earlier`, if it reads no others."""
@@ -158,9 +177,39 @@ class Changes:
             return earlier
         return Reader(variables)
 
-    def undone(self):
-        """A context that gives back what steps change within."""
-        return unchanged(self.variables, self._model.metrics)
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Gives back what steps change within."""
+        with (
+            unchanged(self.variables, self._model.metrics) as state,
+            self.keeping(state),
+        ):
+            yield
+
+    def keeping(self, state: State):
+        """A context in which a state has all that a traced step changes."""
+        return patching.member(self, "_states", [*self._states, state])
+
+    def look(self) -> None:
+        """Looks into the graph of a step for variables that the model does not
+        name, such as those of a random generator or of a moving average."""
+        graph: Any = current_graph()
+        if graph is None:
+            return
+        changed = {
+            id(outer)
+            for outer, inner in graph.captures
+            if any(op.type not in _READING for op in inner.consumers())
+        }
+        known = {id(v) for each in self.variables for v in holders(each)}
+        others = [
+            variable
+            for variable in private_tf.variables_in(graph)
+            if id(variable.handle) in changed and id(variable) not in known
+        ]
+        self._others += others
+        for state in self._states:
+            state.add(others)
 
     @property
     def layers_are_built(self) -> bool:
@@ -223,7 +272,7 @@ class Undoing(Mechanism):
             if self._model.steps_per_execution == 1:
                 self._changes.before = before
             try:
-                with private_tf.refusals():
+                with private_tf.refusals(), self._changes.keeping(before):
                     logs = function(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 # The data ended. Steps that were taken before are done.

@@ -26,6 +26,7 @@ from kmem.graph import releasing
 from kmem.graph import repeats
 from kmem.keras_graph.recording import Call
 from kmem.keras_graph.recording import root
+from kmem.remat import purity
 from kmem.remat import state
 from kmem.step import capture
 from kmem.step.batches import num_bytes
@@ -74,7 +75,9 @@ class Cost:
 def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
     """Traces a call with its gradient, and runs both.
 
-    Nothing is changed: what is assigned within is dropped.
+    Nothing is changed: assignments to Keras's variables within are dropped,
+    and a call that has another effect, or that may refuse random data, is
+    not run.
 
     Args:
         costs: `"measured"`; `"flops"` for seconds that are computed; or
@@ -89,7 +92,10 @@ def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
     cost = both.cost
     if costs == "traced":
         return cost
+    operations = traced.graph.get_operations()
+    is_run = not (call.effects or purity.may_refuse(operations))
     measured, is_counted = costs == "measured", memory.is_counted()
+    measured, is_counted = is_run and measured, is_run and is_counted
     seconds = both_seconds = 0.0
     forward_peak = backward_peak = 0
     if measured or is_counted:
@@ -129,7 +135,7 @@ def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
 def _of_tensors(call: Call) -> tuple[Callable, list[tf.TensorSpec]]:
     """A call as a function of its tensors, and what these are like."""
     leaves = keras.tree.flatten(call.arguments)
-    places = [i for i, leaf in enumerate(leaves) if tf.is_tensor(leaf)]
+    places = [i for i, leaf in enumerate(leaves) if tf.is_symbolic_tensor(leaf)]
 
     def run(tensors) -> list[tf.Tensor]:
         filled = list(leaves)
@@ -140,7 +146,7 @@ def _of_tensors(call: Call) -> tuple[Callable, list[tf.TensorSpec]]:
         own = capture.DiscardedState(), tf.name_scope("model")
         with own[0], own[1], state.restored(call.ambient, []):
             outputs = keras.tree.flatten(call.function(*args, **kwargs))
-        return [output for output in outputs if tf.is_tensor(output)]
+        return [output for output in outputs if tf.is_symbolic_tensor(output)]
 
     tensors = [leaves[i] for i in places]
     return run, [tf.TensorSpec(t.shape, t.dtype) for t in tensors]

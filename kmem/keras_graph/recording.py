@@ -395,4 +395,4 @@ class _Recorder(opening.Visitor):
 
 def _tensors(structure) -> tuple[tf.Tensor, ...]:
     leaves = keras.tree.flatten(structure)
-    return tuple(leaf for leaf in leaves if tf.is_tensor(leaf))
+    return tuple(leaf for leaf in leaves if tf.is_symbolic_tensor(leaf))

@@ -30,6 +30,7 @@ from kmem.budget import planner
 from kmem.budget.correction import Corrector
 from kmem.budget.correction import Learned
 from kmem.fit import pipeline
+from kmem.fit import undoing
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
 from kmem.keras_graph.recording import record
@@ -173,10 +174,10 @@ def measure(program, structure, level, element) -> dry_run.Measurement | None:
 
     `None` if they ran out of memory; see `plan_within_budgets`.
     """
+    state = _state(program, structure)
+    undone = undoing.unchanged(state, program.metrics)
     training = _alone(program, structure, level)
-    return dry_run.dry_run(
-        program, element, _state(program, structure), training
-    )
+    return dry_run.dry_run(program, element, undone, training)
 
 
 @contextlib.contextmanager

@@ -55,6 +55,11 @@ def effects(operations: Iterable[tf.Operation]) -> list[str]:
     return sorted(descriptions)
 
 
+def may_refuse(operations: Iterable[tf.Operation]) -> bool:
+    """Whether some of them check what they are given."""
+    return any(op.type == "Assert" for op in _inner_operations(operations))
+
+
 def _inner_operations(operations) -> Iterator[tf.Operation]:
     """The operations, with functions replaced by what is in them."""
     waiting, visited = list(operations), set()

@@ -89,13 +89,12 @@ def _table(report: MemoryReport) -> str:
     note = f"<p>{left_out} more are not shown.</p>" if left_out else ""
     return (
         "<table><thead><tr><th></th><th>options</th><th>peak</th><th>measured</th>"
-        "<th>step, ms</th><th>time</th><th>median</th></tr></thead>"
+        "<th>step, ms</th><th>time</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table>{note}"
     )
 
 
 def _row(report: MemoryReport, choice: Choice, number: int) -> str:
-    median = report.median_slowdown(choice)
     measured = choice.measured_peak_bytes
     peak = choice.predicted_peak_bytes
     over = ' class="over"' if peak > report.budget_bytes else ""
@@ -105,8 +104,7 @@ def _row(report: MemoryReport, choice: Choice, number: int) -> str:
         f"<td{over}>{format_size(peak)}</td>"
         f"<td>{'' if measured is None else format_size(measured)}</td>"
         f"<td>{choice.predicted_seconds * 1e3:.1f}</td>"
-        f"<td>{report.slowdown(choice):.2f}x</td>"
-        f"<td>{f'{median:.2f}x' if median else ''}</td></tr>"
+        f"<td>{report.slowdown(choice):.2f}x</td></tr>"
     )
 
 

@@ -155,14 +155,6 @@ def draw_choices(report: MemoryReport) -> "Figure":
             **{"textcoords": "offset points", "fontsize": 9},
         )
         lines.append(f"{number} {describe(choice.options)}")
-    timed = [choice for choice in choices if choice.median_seconds is not None]
-    if timed:
-        drawing.bars(
-            axes,
-            [choice.predicted_peak_bytes / scale for choice in timed],
-            [*map(report.slowdown, timed)],
-            [report.median_slowdown(choice) for choice in timed],
-        )
     if len(choices) > _NUM_NAMED:
         lines[_NUM_NAMED + 1 :] = ["more: in the table"]
     names.set_axis_off()

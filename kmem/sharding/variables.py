@@ -250,6 +250,19 @@ def updated(mirrored: list, after: Sequence[tf.Tensor] = ()) -> Iterator[None]:
             _empty(variable.shard.variable)
 
 
+def holders(variable) -> list[tf.Variable]:
+    """TensorFlow's variables that hold a value, of replicas and shards too.
+
+    Args:
+        variable: A variable of Keras's, or TensorFlow's.
+    """
+    shards = vars(variable).get("_kmem_shards", {}).values()
+    if isinstance(variable, keras.Variable):
+        variable = whole_of(variable)
+    replicas = getattr(variable, "values", [variable])
+    return [*replicas, *(each.variable for each in shards)]
+
+
 def restore(variable) -> None:
     """Makes a sharded variable a plain one; all processes have to."""
     whole = whole_of(variable)

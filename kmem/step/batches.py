@@ -51,10 +51,32 @@ def of_leaves(take: Callable, like: Any) -> Callable:
     return run
 
 
-def specs_of(data) -> Any:
+class Spec(tf.TensorSpec):
+    """Of ids or words: a model may refuse what is not in its vocabulary.
+
+    Attributes:
+        example: An array of one row.
+    """
+
+    example: np.ndarray
+
+    @classmethod
+    def of(cls, shape, dtype, example: np.ndarray) -> "Spec":
+        spec = cls(shape, dtype)
+        spec.example = example
+        return spec
+
+
+def specs_of(data, examples: bool = False) -> Any:
     """Arrays and tensors as `tf.TensorSpec`s, as Keras hands them on: lists
-    become tuples, since TensorFlow would make one tensor of a list."""
+    become tuples, since TensorFlow would make one tensor of a list.
+
+    Args:
+        examples: Whether random data of them are to be such as the data are.
+    """
     specs = keras.tree.map_structure(_spec, data)
+    if examples:
+        specs = keras.tree.map_structure(_with_example, specs, data)
     return keras.tree.lists_to_tuples(specs)
 
 
@@ -79,7 +101,8 @@ def covers(batch, other) -> bool:
 
 
 def random_data(batch) -> Any:
-    """Numbers in a batch's shapes: always the same, zeros for integers."""
+    """Numbers in a batch's shapes: always the same; of integers zeros, or the
+    example that is known again and again."""
     return keras.tree.map_structure(_numbers, batch)
 
 
@@ -122,16 +145,25 @@ def _spec(leaf) -> tf.TensorSpec | None:
     return tf.TensorSpec(leaf.shape, dtype)
 
 
+def _with_example(spec, leaf) -> tf.TensorSpec | None:
+    is_known = isinstance(leaf, np.ndarray | tf.Tensor)
+    if not is_known or spec.dtype.is_floating or not spec.shape.rank:
+        return spec
+    return Spec.of(spec.shape, spec.dtype, np.asarray(leaf[:1]))
+
+
 def with_rows(specs, rows: int | None) -> Any:
     """The same specs, of a batch with so many rows, or of any batch."""
-    return keras.tree.map_structure(
-        lambda spec: (
-            tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype)
-            if spec is not None and spec.shape.rank
-            else spec
-        ),
-        specs,
-    )
+
+    def resized(spec):
+        if spec is None or not spec.shape.rank:
+            return spec
+        shape = [rows, *spec.shape[1:]]
+        if isinstance(spec, Spec):
+            return Spec.of(shape, spec.dtype, spec.example)
+        return tf.TensorSpec(shape, spec.dtype)
+
+    return keras.tree.map_structure(resized, specs)
 
 
 def _is_within(spec, other) -> bool:
@@ -149,6 +181,9 @@ def _numbers(spec) -> tf.Tensor | None:
         # The same in all processes, and none that a user's seed would give.
         numbers = tf.random.stateless_uniform(spec.shape.as_list(), (0, 0))
         return tf.cast(numbers, spec.dtype)
+    if isinstance(spec, Spec) and len(spec.example):
+        row = tf.constant(spec.example, spec.dtype)
+        return tf.gather(row, tf.zeros(spec.shape[:1], tf.int32))
     return tf.zeros(spec.shape, spec.dtype)
 
 

@@ -148,10 +148,8 @@ def capturing(
         yield patching.attribute(model, "optimizer", optimizer)
         yield patching.method(optimizer, "apply", apply)
         yield patching.method(optimizer, "scale_loss", scale)
-        inner = getattr(optimizer, "inner_optimizer", None)
-        for other in optimizers(model):
-            if other is not optimizer and other is not inner:
-                yield patching.method(other, "apply", refuse)
+        # Any other, wherever it is kept.
+        yield patching.method(keras.optimizers.Optimizer, "apply", refuse)
 
     with patching.together(changes()), contextlib.ExitStack() as stack:
         yield update
@@ -217,6 +215,8 @@ def changed_variables(model, optimizer) -> list:
     for layer in all_layers(model):
         for value in vars(layer).values():
             for each in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(each, tf.random.Generator):
+                    each = each.state
                 if isinstance(each, keras.Variable | tf.Variable):
                     variables[id(each)] = each
     return list(variables.values())
@@ -238,11 +238,13 @@ def has_own_step(model) -> bool:
 
 
 def optimizers(model) -> Iterator[keras.optimizers.Optimizer]:
-    for value in vars(model).values():
-        if isinstance(value, dict):
-            value = value.values()
-        elif not isinstance(value, list | tuple):
-            value = [value]
-        for item in value:
-            if isinstance(item, keras.optimizers.Optimizer):
-                yield item
+    """Those that the model, or a layer that trains by itself, holds."""
+    for owner in all_layers(model):
+        for value in vars(owner).values():
+            if isinstance(value, dict):
+                value = value.values()
+            elif not isinstance(value, list | tuple):
+                value = [value]
+            for item in value:
+                if isinstance(item, keras.optimizers.Optimizer):
+                    yield item

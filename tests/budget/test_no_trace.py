@@ -93,18 +93,133 @@ def lasting():
     return model
 
 
+class Aside:
+    """What holds variables that Keras does not look for."""
+
+    def __init__(self):
+        self.noise = tf.random.Generator.from_seed(3)
+        self.steps = tf.Variable(0)
+        self.average = tf.train.ExponentialMovingAverage(0.5)
+        self.optimizer = keras.optimizers.Adam(0.1)
+
+
+class StepAside(keras.Model):
+    """Reads and changes variables that the model does not name."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+        self.aside = Aside()
+
+    def call(self, x):
+        return self.dense(x[:, 0])
+
+    def train_step(self, data):
+        x, y = data
+        x += self.aside.noise.normal(tf.shape(x))
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        weights = self.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        self.aside.optimizer.apply(gradients, weights)
+        self.aside.steps.assign_add(1)
+        kernel = self.dense.kernel.value
+        self.aside.average.apply([kernel])
+        average = tf.reduce_sum(self.aside.average.average(kernel))
+        return {"loss": loss, "average": average, "n": self.aside.steps}
+
+
+def step_aside():
+    model = StepAside()
+    model.compile("sgd")
+    return model
+
+
+class Noise(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.aside = Aside()
+
+    def call(self, x, training=None):
+        self.aside.steps.assign_add(1)
+        noise = self.aside.noise.normal(tf.shape(x)) if training else 0.0
+        return x + noise * tf.cast(self.aside.steps, x.dtype)
+
+
+def layer_aside():
+    hidden = layers.Dense(4, "tanh"), Noise(), layers.Dense(4, "tanh"), Noise()
+    model = keras.Sequential(
+        [keras.Input((3, 4)), layers.Flatten(), *hidden, layers.Dense(2)]
+    )
+    model.compile("sgd", "mse")
+    return model
+
+
+class LayerThatTrains(layers.Layer):
+    """Has an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+        self.optimizer = keras.optimizers.Adam(0.1)
+
+    def call(self, x):
+        return self.dense(x[:, 0])
+
+    def train(self, x, y):
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean((self(x) - y) ** 2)
+            weights = self.dense.trainable_weights
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return loss
+
+
+class TrainsByLayers(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = LayerThatTrains()
+
+    def call(self, x):
+        return self.inner(x)
+
+    def train_step(self, data):
+        return {"loss": self.inner.train(*data)}
+
+
+def by_layers():
+    model = TrainsByLayers()
+    model.compile("sgd")
+    return model
+
+
+def eager_generator():
+    model = layer_aside()
+    for layer in model.layers:
+        if isinstance(layer, Noise):
+            layer.noise, layer.steps = layer.aside.noise, layer.aside.steps
+    model.compile("sgd", "mse", run_eagerly=True)
+    return model
+
+
 def trained(make, **options):
     keras.utils.set_random_seed(0)
     model = kmem.wrap(make())
     y = X[:, 0, :2]
-    model.fit(X, y, ROWS, epochs=2, shuffle=False, verbose=0, **options)
+    history = model.fit(
+        *(X, y, ROWS), epochs=2, shuffle=False, verbose=0, **options
+    )
     states = [s for each in model.layers for s in getattr(each, "states", [])]
     other = getattr(model, "other", model.optimizer)
     states += model.metrics_variables
-    return [np.asarray(v) for v in (*model.weights, *states, *other.variables)]
+    values = *model.weights, *states, *other.variables
+    return [np.asarray(v) for v in (*values, *history.history.values())]
 
 
-MODELS = counting, two_optimizers, of_inputs, lasting
+MODELS = (
+    *(counting, two_optimizers, of_inputs, lasting),
+    *(step_aside, layer_aside, by_layers, eager_generator),
+)
 PLAN, BUDGET = {"remat": "auto"}, {"memory_budget": "8GB"}
 
 

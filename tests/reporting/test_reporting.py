@@ -189,9 +189,8 @@ def test_the_step_is_drawn_before_and_after():
     assert "optimizer: 12.00 MB" in words
 
 
-def test_each_choice_has_a_number_and_what_was_timed_an_interval():
-    timed = dataclasses.replace(PARTS, median_seconds=0.031)
-    report = dataclasses.replace(REPORT, alternatives=(timed, BOTH))
+def test_each_choice_has_a_number():
+    report = dataclasses.replace(REPORT, alternatives=(PARTS, BOTH))
     axes, names = pictures.draw_choices(report).axes
     places = {text.get_text(): text.xy for text in axes.texts}
     assert places["2"] == (68, pytest.approx(1.5))
@@ -202,10 +201,6 @@ def test_each_choice_has_a_number_and_what_was_timed_an_interval():
         "3 microbatches=4, remat",
         "4 plain",
     ]
-    (bars,) = axes.containers
-    assert bars.get_label() == "from the fastest step to the median"
-    (segment,) = bars.lines[2][0].get_segments()
-    assert segment[:, 1].tolist() == pytest.approx([1.5, 1.55])
 
 
 @pytest.mark.parametrize("chosen", [PLAIN, PLANNED], ids=["plain", "planned"])

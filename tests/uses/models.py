@@ -280,8 +280,13 @@ def strings_as_inputs(trainer):
     words = tf.constant(["red", "green", "blue"])
     x = tf.gather(words, integers(3, 1))
     inputs = keras.Input((1,), dtype="string")
-    ids = layers.StringLookup(vocabulary=["red", "green", "blue"])(inputs)
-    hidden = layers.Flatten()(layers.Embedding(4, 5)(ids))
+    # It refuses other words.
+    lookup = layers.StringLookup(
+        vocabulary=["red", "green", "blue"], num_oov_indices=0
+    )
+    place = layers.Embedding(2, 5)(keras.ops.arange(1))
+    hidden = layers.Embedding(3, 5)(lookup(inputs)) + place
+    hidden = layers.Flatten()(hidden)
     outputs = layers.Dense(3)(hidden)
     model = compiled(keras.Model(inputs, outputs), optimizer="sgd")
     data = tf.data.Dataset.from_tensor_slices((x, normal(3, seed=9)))
