@@ -5,6 +5,7 @@ is for, and which test fails when it moves (in 2.20 and 2.21 it is here).
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,6 +109,25 @@ def is_own_function(graph: Any) -> bool:
     """Whether a graph is that of a `tf.function`, not of a loop or a branch.
     remat/test_remat.py, multilevel/test_multilevel_program.py"""
     return type(graph) is tf.__internal__.FuncGraph
+
+
+# Data sets of as many rows as the one that they are made of.
+_KEEP_ROWS = re.compile(
+    "_?(AssertCardinality|Cache|Concatenate|Filter|IgnoreErrors|Map|Options|"
+    "ParallelMap|Prefetch|Repeat|Shard|Shuffle|Skip|Take|TakeWhile|Zip)Dataset"
+)
+
+
+def batch_size_of(dataset: tf.data.Dataset) -> int | None:
+    """How many elements a data set puts into a batch; `None` if that cannot
+    be told. A map is taken to keep them all. fit/test_pipeline.py"""
+    size = getattr(dataset, "_batch_size", None)
+    if size is not None:
+        return int(size)
+    if not _KEEP_ROWS.fullmatch(type(dataset).__name__):
+        return None
+    sizes = {batch_size_of(each) for each in dataset._inputs()}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def variables_in(graph) -> list[tf.Variable]:

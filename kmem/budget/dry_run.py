@@ -80,6 +80,14 @@ def dry_run(
                 iterator = _iterator(model.distribute_strategy, batch, spec)
                 step: Any = model.train_function
                 return measured(lambda: step(iterator), group or Engine())
+        except tf.errors.InvalidArgumentError as error:
+            *_, what = error.message.split("\n\n")
+            raise ValueError(
+                "A step must take random numbers of the batch's shapes, which "
+                "kmem tries it with before it trains: assert what a step's "
+                "values are in the input pipeline, or use `microbatches`. "
+                f"Received: {what}"
+            ) from error
         finally:
             gc.collect()
 

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmem.base import private_tf
 from kmem.step import batches
 
 BATCHES_READY = 3
@@ -36,17 +37,17 @@ def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
     """What `train_step` will get first, as `tf.TensorSpec`s.
 
     Args:
-        arguments: Those of `fit`. A generator among them gives its first
-            batch away to be looked at, and is put together again.
+        arguments: Those of `fit`. What gives its first batch away among them,
+            to be looked at, gives it again when it is asked for it.
 
     Returns:
         `(x, y, sample_weight)` or less, or `None` if that is not known.
     """
     x = arguments.get("x")
     if isinstance(x, tf.data.Dataset):
-        return batches.specs_of(next(iter(x.take(1))), examples=True)
+        return _dataset_batch(x)
     if isinstance(x, keras.utils.PyDataset):
-        return batches.specs_of(x[0], examples=True)
+        return batches.specs_of(_first_of(arguments), examples=True)
     if isinstance(x, Iterator):
         first = next(x)
         # A generator, since Keras takes no other iterator.
@@ -68,13 +69,68 @@ def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
     return specs[0] if len(specs) == 1 else tuple(specs)
 
 
+def _dataset_batch(dataset: tf.data.Dataset) -> Any:
+    """The first batch, as specs, if possible without making it: a shuffle has
+    another order each time, and a map may draw random numbers.
+
+    Words have to be known: a model may look them up in a vocabulary.
+    """
+    specs = batches.specs_of(dataset.element_spec)
+    size = private_tf.batch_size_of(dataset)
+    if size is not None:
+        specs = batches.with_rows(specs, size)
+    leaves = batches.leaves(specs)
+    if all(x.shape.is_fully_defined() and x.dtype != tf.string for x in leaves):
+        return specs
+    return batches.specs_of(next(iter(dataset.take(1))), examples=True)
+
+
+class _LookedAt(keras.utils.PyDataset):
+    """A data set whose first batch was asked for, and is given on.
+
+    Attributes:
+        first: That batch, until it is.
+    """
+
+    def __init__(self, inner: keras.utils.PyDataset):
+        super().__init__(
+            inner.workers, inner.use_multiprocessing, inner.max_queue_size
+        )
+        self._inner = inner
+        self.first: Any = inner[0]
+
+    @property
+    def num_batches(self):
+        return self._inner.num_batches
+
+    def __getitem__(self, index):
+        if index or self.first is None:
+            return self._inner[index]
+        first, self.first = self.first, None
+        return first
+
+    def on_epoch_begin(self):
+        self._inner.on_epoch_begin()
+
+    def on_epoch_end(self):
+        self._inner.on_epoch_end()
+
+
+def _first_of(arguments: MutableMapping[str, Any]) -> Any:
+    """The first batch of a `PyDataset`."""
+    x = arguments["x"]
+    if not isinstance(x, _LookedAt):
+        arguments["x"] = x = _LookedAt(x)
+    return x.first
+
+
 def batch_rows(arguments: MutableMapping[str, Any]) -> int | None:
     """The number of rows of `fit`'s batches, if that can be told at once."""
     x = arguments.get("x")
     if isinstance(x, tf.data.Dataset):
         return batches.num_rows(x.element_spec)
     if isinstance(x, keras.utils.PyDataset):
-        return batches.num_rows(x[0])
+        return batches.num_rows(_first_of(arguments))
     total = batches.num_rows(x)
     if total is None:
         return None

@@ -46,7 +46,9 @@ def generator(trainer):
 def tf_dataset(trainer):
     model = dense()
     data = tf.data.Dataset.from_tensor_slices((*regression(), weights()))
-    trainer.fit(model, data.batch(trainer.batch_size).prefetch(1))
+    # In another order each time that it is asked for.
+    data = data.shuffle(NUM_ROWS, seed=1).batch(trainer.batch_size)
+    trainer.fit(model, data.prefetch(1))
     return model
 
 
