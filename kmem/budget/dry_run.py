@@ -96,9 +96,8 @@ def of_session(
     session: Session, batch: Any, spec: Any = None
 ) -> Measurement | None:
     """`dry_run` of a session's step with a batch (`TensorSpec`s)."""
-    session.changes.build(batch)
     group = agreeing.processes(session.options)
-    around = session.changes.undone(), installed(session)
+    around = session.changes.undone(batch), installed(session)
     return dry_run(session.model, batch, *around, spec, group=group)
 
 

@@ -167,6 +167,9 @@ class _Changes(undoing.Changes):
         owned = [v for metric in self._model.metrics for v in metric.variables]
         return owned + self._model.non_trainable_variables
 
+    def build(self, batch=None) -> None:
+        """Leaves the optimizer as it is."""
+
 
 class EvaluationStep:
     """A model's own `test_step`, which gets a batch in parts.

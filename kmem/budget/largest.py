@@ -16,6 +16,7 @@ import tensorflow as tf
 from typing_extensions import Unpack
 
 from kmem import memory as device_memory
+from kmem.base import checks
 from kmem.base import drawing
 from kmem.base.private_keras import is_built
 from kmem.base.sizes import format_size
@@ -116,11 +117,7 @@ def largest_batch(
             f"`largest_batch` must be given no options but {_ALLOWED}. "
             f"Received: {', '.join(others)}"
         )
-    if not isinstance(multiple_of, int) or multiple_of < 1:
-        raise ValueError(
-            "`multiple_of` must be a positive integer. "
-            f"Received: {multiple_of=}"
-        )
+    checks.positive_int(multiple_of, "multiple_of")
     if not is_built(model):
         raise ValueError(
             "The model must be built: call it, or `model.build()`, first. "
@@ -156,10 +153,8 @@ class _Steps:
         is_traced = self.num_runs > 0
         self.num_runs += 1
         measured = usage = None
-        changes = self._session.changes
-        changes.build(specs)
         try:
-            with changes.undone():
+            with self._session.changes.undone(specs):
                 data = batches.random_data(specs)
                 with dry_run.installed(self._session):
                     measured = dry_run.measured(

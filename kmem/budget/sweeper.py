@@ -27,9 +27,9 @@ import keras
 import tensorflow as tf
 
 from kmem import memory
+from kmem.base import checks
 from kmem.base.bindings import AUTO
 from kmem.base.sizes import format_size
-from kmem.base.sizes import parse_size
 from kmem.budget import planner
 from kmem.budget.dry_run import installed
 from kmem.budget.dry_run import timed
@@ -108,10 +108,7 @@ def sweep(
         asked = tuple(thresholds)
     for threshold in asked:
         _to_bytes(threshold, whole_bytes=1)
-    if isinstance(steps, bool) or not (isinstance(steps, int) and steps > 0):
-        raise ValueError(
-            f"`steps` must be a positive integer. Received: steps={steps!r}"
-        )
+    checks.positive_int(steps, "steps")
     gc.collect()
     before = memory.current()
     tensors = _tensors(data)
@@ -339,15 +336,8 @@ def _reason(error: str) -> str:
 
 def _to_bytes(threshold: float | int | str, whole_bytes: int) -> int:
     """A share of the whole, or a size."""
-    if not isinstance(threshold, float):
-        return parse_size(threshold, "thresholds")
-    if not 0 < threshold <= 1:
-        raise ValueError(
-            "`thresholds` as floats are shares and must be in (0, 1]. Give "
-            'bytes as an integer or as "2GB". '
-            f"Received: {threshold!r}"
-        )
-    return round(threshold * whole_bytes)
+    size = checks.budget(threshold, "thresholds")
+    return round(size * whole_bytes) if isinstance(size, float) else size
 
 
 def _tensors(data: Any) -> list:

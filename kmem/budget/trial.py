@@ -258,8 +258,7 @@ class Trial:
             spec = self._spec if is_whole else any_size
             self._step = self.session.on_batch(spec)
         specs = batches.with_rows(self._batch, self.rows(size))
-        self.session.changes.build(specs)
-        with self.session.changes.undone():
+        with self.session.changes.undone(specs):
             data = batches.random_data(specs)
             yield lambda: self._step(data)
 

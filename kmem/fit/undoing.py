@@ -178,8 +178,10 @@ class Changes:
         return Reader(variables)
 
     @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
-        """Gives back what steps change within."""
+    def undone(self, batch=None) -> Iterator[None]:
+        """Gives back what steps change within, of variables that are made
+        before; see `build`."""
+        self.build(batch)
         with (
             unchanged(self.variables, self._model.metrics) as state,
             self.keeping(state),

@@ -265,3 +265,14 @@ def test_a_scale_of_the_loss_begins_where_it_would_without(options):
     assert scale[1] < scale[0]
     for value, other in zip(weights, expected[1], strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-3, atol=1e-6)
+
+
+def test_an_evaluation_counts_what_keras_would():
+    def steps(**options):
+        keras.utils.set_random_seed(0)
+        model = kmem.wrap(layer_aside())
+        model.evaluate(X, X[:, 0, :2], ROWS, verbose=0, **options)
+        noise = [each for each in model.layers if isinstance(each, Noise)]
+        return [int(each.aside.steps.numpy()) for each in noise]
+
+    assert steps(memory_budget="8GB") == steps() == [2, 2]

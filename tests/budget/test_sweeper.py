@@ -154,7 +154,10 @@ def test_a_model_is_built_as_by_its_first_step():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"thresholds": [1.5]}, r"must be in \(0, 1\].*Received: 1.5"),
+        (
+            {"thresholds": [1.5]},
+            r"must be in \(0, 1\].*Received: thresholds=1.5",
+        ),
         ({"thresholds": ["much"]}, "`thresholds` must be a positive number"),
         ({"steps": 0}, "`steps` must be a positive integer"),
         ({"data": tf.data.Dataset.range(0)}, "must have a batch"),
