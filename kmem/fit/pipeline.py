@@ -77,7 +77,8 @@ def _dataset_batch(dataset: tf.data.Dataset) -> Any:
     """
     specs = batches.specs_of(dataset.element_spec)
     size = private_tf.batch_size_of(dataset)
-    if size is not None:
+    # The last one may be smaller.
+    if size is not None and dataset.cardinality() != 1:
         specs = batches.with_rows(specs, size)
     leaves = batches.leaves(specs)
     if all(x.shape.is_fully_defined() and x.dtype != tf.string for x in leaves):

@@ -113,6 +113,11 @@ def test_else_it_is_not_known(data):
     assert private_tf.batch_size_of(data) is None
 
 
+def test_a_single_batch_may_be_smaller_than_a_batch():
+    specs = pipeline.fit_batch({"x": slices().batch(64)})
+    assert [spec.shape[0] for spec in specs] == [30, 30]
+
+
 @pytest.mark.parametrize("words", [["red"], ["red", "blue"]])
 def test_words_and_lengths_that_are_not_known_are_looked_up(words):
     words = [words] * 3
