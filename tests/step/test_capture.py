@@ -46,6 +46,20 @@ def test_a_step_can_end_once_its_loss_is_known(model):
     assert "scale_loss" not in vars(model.optimizer)
 
 
+def test_an_update_by_any_other_optimizer_is_refused(model):
+    other = keras.optimizers.SGD()
+    weights = model.trainable_variables
+    ones = [tf.ones_like(weight) for weight in weights]
+
+    with capture.capturing(model, model.optimizer):
+        with pytest.raises(capture.CannotSplit, match="makes one update, of"):
+            other.apply(ones, weights)
+
+    before = model.get_weights()
+    other.apply(ones, weights)
+    assert all(map(np.any, map(np.subtract, model.get_weights(), before)))
+
+
 def test_attributes_come_back_after_an_error(model):
     optimizer = model.optimizer
 
