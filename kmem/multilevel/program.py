@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from kmem import memory
+from kmem.base.checks import must_be
 from kmem.base.patching import member
 from kmem.base.sizes import format_size
 from kmem.graph import ordering
@@ -169,7 +170,8 @@ class Program(keras.Model):
                 # What losses give for the logs is known now.
                 self._losses = logs.loss_trackers(self.levels)
             self._optimizers = self._structure.optimizers
-        self._element = feeding.element_specs(specs, self._counts(), replicas)
+        counts = self._structure.num_batches
+        self._element = feeding.element_specs(specs, counts, replicas)
         self.built = True
         level_plan.plan_within_budgets(self, self._structure, self._element)
         if mode == "eager" and replicas == 1:
@@ -177,11 +179,6 @@ class Program(keras.Model):
             step = tf.function(self.train_step, autograph=False)
             step.get_concrete_function(self._element)
         self._prepared_for = prepared_for
-
-    def _counts(self) -> dict[str, int]:
-        """For each level's name, the batches that a step takes."""
-        names = (level.name for level in self.levels)
-        return dict(zip(names, self._structure.num_batches, strict=True))
 
     def summary(
         self,
@@ -255,12 +252,12 @@ class Program(keras.Model):
         feeding.check(x, [level.name for level in self.levels])
         self._set_validation_model(validation_data, validation_model)
         option = MemoryOptions(sharding=sharding).sharding
-        if option is None and self._structure is not None:
+        if option is None and self._structure:
             workers.make_whole(self.levels, self._optimizers)
         self.prepare(x)
         stream, steps = feeding.stream(
             x,
-            self._counts(),
+            self._structure.num_batches,
             steps_per_epoch is not None,
             self.distribute_strategy,
         )
@@ -370,12 +367,10 @@ class Program(keras.Model):
     def _set_validation_model(self, data, model) -> None:
         if data is None:
             return
-        if not (isinstance(model, keras.Model) and model.compiled):
-            raise ValueError(
-                "`validation_model` must be a compiled model, such as one of "
-                "a level after `model.compile(loss=..., metrics=...)`. "
-                f"Received: validation_model={model!r}"
-            )
+        is_right = isinstance(model, keras.Model) and model.compiled
+        kind = "a compiled model, such as one of a level after "
+        kind += "`model.compile(loss=..., metrics=...)`"
+        must_be(is_right, model, "validation_model", kind)
         if model is not self._validation_model:
             self._validation_model = model
             self.test_function = None

@@ -5,7 +5,6 @@ gradient is that of its own loss, and what reaches its variables through the
 levels below, which have just been updated.
 """
 
-import functools
 import warnings
 from typing import Any
 from typing import NoReturn
@@ -18,11 +17,9 @@ from kmem.base.patching import together
 from kmem.graph import ordering
 from kmem.multilevel import updates
 from kmem.multilevel.derivatives import Tensors
-from kmem.multilevel.level import Level
 from kmem.multilevel.loss import assign
 from kmem.multilevel.loss import read
 from kmem.multilevel.structure import Structure
-from kmem.multilevel.structure import Tree
 from kmem.multilevel.structure import routes
 from kmem.multilevel.workers import num_replicas
 
@@ -64,12 +61,12 @@ class Round:
         level = self._levels[number]
         children = self._structure.children[number]
         # What levels that roll back were before their steps.
-        starts = [
-            (child, variables, read(variables))
-            for child in children
-            if self._levels[child].roll_back
-            for variables in [self._trained(child)]
-        ]
+        starts = []
+        for child in children:
+            if self._levels[child].roll_back:
+                own = self._structure.optimizers[child].variables
+                variables = [*self._levels[child].model.variables, *own]
+                starts.append((child, variables, read(variables)))
         sums: Tensors = []
         for _ in range(level.tasks_per_update):
             for child in children:
@@ -83,11 +80,6 @@ class Round:
             assign(variables, values)
             batch, _ = self._last[child]
             self._apply(child, self._gradient(child, batch))
-
-    def _trained(self, number: int) -> list:
-        """What steps of a level change."""
-        optimizer = self._structure.optimizers[number]
-        return [*self._levels[number].model.variables, *optimizer.variables]
 
     def _start(self, number: int) -> None:
         """Sets a level to what its steps start from, if there is such."""
@@ -114,48 +106,37 @@ class Round:
     def _loop(self, number: int, count: int) -> None:
         """Makes updates of a level in a loop, which is traced once, and in
         which they are not kept."""
-        start = list(self._taken)
-        each = self._structure.batches_in_update(number)
 
-        def take(index):
-            for level, taken in each.items():
-                self._taken[level] = start[level] + index * taken
-
-        def step(index):
-            take(index)
+        def step(index, taken):
+            self._taken = taken
             self.update(number)
             ordering.keep_order()
-            return (index + 1,)
+            return index + 1, self._taken
 
         self._in_loop.add(number)
-        tf.while_loop(
-            lambda index: index < count, step, (0,), parallel_iterations=1
+        _, self._taken = tf.while_loop(
+            lambda index, _: index < count,
+            step,
+            (0, self._taken),
+            parallel_iterations=1,
         )
         self._in_loop.remove(number)
-        take(count)
 
     def _gradient(self, number: int, batch: Any) -> Tensors:
         """The gradient of a level's loss, along all paths.
 
         The batches of the levels below are their last ones.
         """
-        level, tree = self._levels[number], self._structure.trees[number]
+        level, path = self._levels[number], (number,)
         self._last[number] = batch, read(level.state)
-        wrt = [*level.variables]
-        for other in tree:
-            wrt += self._levels[other].variables
         for each in self._levels:
             each.reached.clear()
         scale = _scale(self._structure.optimizers[number])
         with together(each.scaled(scale) for each in self._levels):
+            wrt = self._variables(path)
             logged, gradients = level.loss_and_gradient(batch, wrt)
-            below = [self._levels[other] for other in tree]
-            total, *vectors = _split(gradients, [level, *below])
-            for other, vector in zip(tree, vectors, strict=True):
-                path = number, other
-                through = self._through(path, vector, tree[other])
-                total = list(map(tf.add, total, through))
-        reached = self._reached(number, {number: None, **tree})
+            total = self._arriving(path, gradients)
+        reached = self._reached(path)
         if not reached:
             self._refuse_standing_still(number)
         self._warn_of_standing_still(number, reached)
@@ -163,41 +144,46 @@ class Round:
             tracker.update_state(value)
         return total
 
-    def _through(
-        self, path: tuple[int, ...], vector: Tensors, tree: Tree
-    ) -> Tensors:
-        """Takes a gradient through a level, and on to the top one.
+    def _variables(self, path: tuple[int, ...]) -> list:
+        """Those to which a gradient goes on that came along a path."""
+        onward = self._structure.onward[path]
+        return [v for other in onward for v in self._levels[other].variables]
 
-        `path` is where it came from: the top one first, the level last.
-        """
-        top, *_, number = path
+    def _arriving(self, path: tuple[int, ...], gradients: Tensors) -> Tensors:
+        """The sum of what arrives at a path's first level, of gradients with
+        regard to the variables to which it goes on."""
+        rest, total = iter(gradients), []
+        for other in self._structure.onward[path]:
+            each = [next(rest) for _ in self._levels[other].variables]
+            if other != path[0]:
+                each = self._through((*path, other), each)
+            total = list(map(tf.add, total, each)) if total else each
+        return total
+
+    def _through(self, path: tuple[int, ...], vector: Tensors) -> Tensors:
+        """Takes a gradient through a path's last level, and on to the first."""
+        number = path[-1]
         level, (batch, state) = self._levels[number], self._last[number]
-        targets = [self._levels[other] for other in tree]
-        wrt = [variable for each in targets for variable in each.variables]
         level.residuals.clear()
         guess = self._structure.guesses.get(path, [])
         with level.replayed(batch, state), level.guessing(guess):
+            wrt = self._variables(path)
             products = level.hypergradient(vector, level, batch, wrt)
         tracker = self._residuals[number]
         if tracker is not None:
             for residual in level.residuals:
                 tracker.update_state(residual)
-        total: Tensors = []
-        for other, each in zip(tree, _split(products, targets), strict=True):
-            if other != top:
-                each = self._through((*path, other), each, tree[other])
-            total = list(map(tf.add, total, each)) if total else each
-        return total
+        return self._arriving(path, products)
 
-    def _reached(self, number: int, tree: Tree) -> set[int]:
-        """The variables to which a gradient comes, along any path from a
-        level, of the level where its paths end; by their identities."""
+    def _reached(self, path: tuple[int, ...]) -> set[int]:
+        """The variables of a path's first level to which a gradient comes
+        along any path that goes on from it; by their identities."""
         arrived: set[int] = set()
-        for other, further in tree.items():
+        for other in self._structure.onward[path]:
             variables = map(id, self._levels[other].variables)
-            reached = self._levels[number].reached.intersection(variables)
-            if reached and further is not None:
-                reached = self._reached(other, further)
+            reached = self._levels[path[-1]].reached.intersection(variables)
+            if reached and other != path[0]:
+                reached = self._reached((*path, other))
             arrived |= reached
         return arrived
 
@@ -221,10 +207,9 @@ class Round:
 
     def _refuse_standing_still(self, number: int) -> NoReturn:
         names = [level.name for level in self._levels]
-        tree = {number: None, **self._structure.trees[number]}
         received = ", ".join(
-            " -> ".join(names[each] for each in (number, *route))
-            for route in routes(tree)
+            " -> ".join(names[each] for each in route)
+            for route in routes(self._structure.onward, number)
         )
         raise ValueError(
             "A level's loss must have a gradient with regard to its variables, "
@@ -255,10 +240,13 @@ class Round:
         data = self._data[level.name]
         start = self._taken[number]
         self._taken[number] += level.num_batches
-        if self._structure.num_batches[number] == 1:
+        if self._structure.num_batches[level.name] == 1:
             return data
+        places = [start + i for i in range(level.num_batches)]
+        # A slice from a place that is not known has no known length, for XLA.
         return keras.tree.map_structure(
-            functools.partial(_union, start, level.num_batches), data
+            lambda stacked: tf.concat([stacked[i] for i in places], axis=0),
+            data,
         )
 
 
@@ -268,17 +256,3 @@ def _scale(optimizer) -> Any:
     if not scales and optimizer.loss_scale_factor is None:
         return None
     return optimizer.scale_loss(tf.ones([]))
-
-
-def _split(tensors: Tensors, levels: list[Level]) -> list[Tensors]:
-    """A list for each level's variables."""
-    rest = iter(tensors)
-    return [[next(rest) for _ in level.variables] for level in levels]
-
-
-def _union(start: Any, count: int, stacked: tf.Tensor) -> tf.Tensor:
-    """Some of the stacked batches, as one."""
-    if count == 1:
-        return stacked[start]
-    # A slice from a place that is not known has no known length, for XLA.
-    return tf.concat([stacked[start + i] for i in range(count)], axis=0)

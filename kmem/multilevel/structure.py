@@ -19,15 +19,16 @@ import numpy as np
 from keras.optimizers import LossScaleOptimizer
 
 from kmem import precision
+from kmem.base.checks import must_be
 from kmem.base.sizes import format_size
 from kmem.multilevel.level import Level
 from kmem.multilevel.workers import num_replicas
 from kmem.step import batches
 
 Edges = frozenset[tuple[int, int]]
-# For each level that a gradient goes on to, where it goes from there; `None`
-# where it has arrived.
-Tree = dict[int, Any]
+# For each path that a gradient comes along, from the level whose loss it is of
+# to one that it passes, where it goes on to: the first level is where it ends.
+Paths = dict[tuple[int, ...], list[int]]
 
 
 class Structure:
@@ -36,7 +37,7 @@ class Structure:
     Attributes:
         levels: The levels, lowest first.
         edges: Which level reads which.
-        trees: For each level, where its loss's gradient passes through.
+        onward: For each path of a gradient where it goes on to.
         optimizers: The levels' optimizers, or what scales their losses.
         guesses: For each path to a level that starts from the solution of the
             step before, variables with that.
@@ -44,7 +45,7 @@ class Structure:
             their first values.
         children: For each level, the levels that step before it does.
         num_updates: For each level, its updates in a round.
-        num_batches: For each level, the loader's batches in a round.
+        num_batches: For each level's name, the loader's batches in a round.
         told_of: The levels of which a warning was given.
     """
 
@@ -53,16 +54,20 @@ class Structure:
         self.edges = edges
         self.told_of: set[int] = set()
         numbers = range(len(levels))
-        self.trees = [_paths(edges, number) for number in numbers]
-        passed = [{path[-1] for path in _heads(tree)} for tree in self.trees]
+        self.onward: Paths = {}
+        for number in numbers:
+            self.onward |= _paths(edges, number)
+        passing = [path for path in self.onward if len(path) > 1]
+        passed = [
+            {path[-1] for path in passing if path[0] == n} for n in numbers
+        ]
         self.optimizers = [
             _optimizer(level, [level, *(levels[i] for i in below)])
             for level, below in zip(levels, passed, strict=True)
         ]
         self.guesses: dict[tuple[int, ...], list] = {
-            (top, *path): _guess(levels[path[-1]])
-            for top, tree in enumerate(self.trees)
-            for path in _heads(tree)
+            path: _guess(levels[path[-1]])
+            for path in passing
             if getattr(levels[path[-1]].hypergradient, "warm_start", False)
         }
         self.fresh = {
@@ -84,19 +89,10 @@ class Structure:
             parent = parents[number]
             rounds = self.num_updates[parent] * levels[parent].tasks_per_update
             self.num_updates[number] = rounds * levels[number].unroll_steps
-        self.num_batches = [
-            count * level.tasks_per_update * level.num_batches
+        self.num_batches = {
+            level.name: count * level.tasks_per_update * level.num_batches
             for count, level in zip(self.num_updates, levels, strict=True)
-        ]
-
-    def batches_in_update(self, number: int) -> dict[int, int]:
-        """The loader's batches in an update of a level, and those that the
-        levels below take meanwhile."""
-        levels = [number]
-        for level in levels:
-            levels += self.children[level]
-        count = self.num_updates[number]
-        return {level: self.num_batches[level] // count for level in levels}
+        }
 
     def table(self, peaks: list[str]) -> str:
         """A line for each level, the lowest first, with its peak."""
@@ -119,16 +115,9 @@ class Structure:
 
 def check_levels(levels: Any) -> None:
     """Checks what a program is made of."""
-    if not isinstance(levels, list | tuple) or not levels:
-        raise ValueError(
-            "`levels` must be a list of levels, lowest first. "
-            f"Received: levels={levels!r}"
-        )
-    for level in levels:
-        if not isinstance(level, Level):
-            raise ValueError(
-                f"`levels` must be a list of `Level`s. Received: {level!r}"
-            )
+    is_list = isinstance(levels, list | tuple) and len(levels) > 0
+    is_right = is_list and all(isinstance(level, Level) for level in levels)
+    must_be(is_right, levels, "levels", "a list of levels, lowest first")
     names = [level.name for level in levels]
     if len(set(names)) < len(names):
         raise ValueError(
@@ -201,10 +190,10 @@ def check_responses(levels: list[Level], edges: Edges) -> None:
     for top in range(len(levels)):
         onward = _reachable(edges, top, top)
         for number in sorted(onward - {top}):
-            tree = _paths(edges, number)
-            if not tree or top not in _reachable(edges, number, top):
+            _, *others = routes(_paths(edges, number), number)
+            if not others or top not in _reachable(edges, number, top):
                 continue
-            path = " -> ".join(names[i] for i in (number, *routes(tree)[0]))
+            path = " -> ".join(names[i] for i in others[0])
             raise ValueError(
                 "A level that the gradient of a level above passes through "
                 "must respond by its own loss alone: its loss may read no "
@@ -217,35 +206,34 @@ def check_responses(levels: list[Level], edges: Edges) -> None:
             )
 
 
-def routes(tree: Tree) -> list[list[int]]:
-    """The paths one by one, each the levels that it reaches in turn."""
+def routes(paths: Paths, top: int) -> list[tuple[int, ...]]:
+    """The paths from a level back to it, the direct one first."""
     return [
-        [level, *rest]
-        for level, further in tree.items()
-        for rest in (routes(further) if further else [[]])
+        (*path, top)
+        for path, onward in paths.items()
+        if path[0] == top and top in onward
     ]
 
 
-def _paths(edges: Edges, top: int) -> Tree:
-    """The paths from a level's loss to its variables, as a tree."""
+def _paths(edges: Edges, top: int) -> Paths:
+    """The paths from a level's loss to its variables: directly, and through
+    levels below it."""
+    paths: Paths = {(top,): [top]}
 
-    def onward(level: int, passed: frozenset[int]) -> Tree:
-        tree: Tree = {}
-        for reader, other in sorted(edges):
-            if reader != level or other in passed or other > top:
-                continue
-            if other == top:
-                tree[top] = None
-            elif further := onward(other, passed | {other}):
-                tree[other] = further
-        return tree
+    def follow(path: tuple[int, ...]) -> bool:
+        """Whether a path arrives."""
+        onward = [
+            other
+            for reader, other in sorted(edges)
+            if reader == path[-1] and other <= top
+            if other == top or (other not in path and follow((*path, other)))
+        ]
+        if onward:
+            paths[path] = paths.get(path, []) + onward
+        return bool(onward)
 
-    # Not to itself directly: that is no path through other levels.
-    return {
-        other: tree
-        for reader, other in sorted(edges)
-        if reader == top > other and (tree := onward(other, frozenset({other})))
-    }
+    follow((top,))
+    return paths
 
 
 def _fresh(level: Level) -> list[tuple[Any, Any]]:
@@ -265,15 +253,6 @@ def _fresh(level: Level) -> list[tuple[Any, Any]]:
         (v, first.flat[0] if first.size and np.ptp(first) == 0 else first)
         for v, first in values
     ]
-
-
-def _heads(tree: Tree) -> set[tuple[int, ...]]:
-    """The paths to each level that a gradient passes."""
-    return {
-        tuple(route[:length])
-        for route in routes(tree)
-        for length in range(1, len(route))
-    }
 
 
 def _guess(level: Level) -> list[keras.Variable]:
