@@ -3,10 +3,10 @@
 Losses of levels, and what solvers left of the gradients that they were given.
 """
 
-import math
 import warnings
 
 import keras
+import numpy as np
 
 from kmem.multilevel.solvers import Solver
 
@@ -62,19 +62,12 @@ def warn(levels: list, history: dict[str, list]) -> None:
                 f"eigenvalues; a smaller `alpha`. It is {level.hypergradient}",
                 stacklevel=3,
             )
-    begins = {
-        level.name: next(
-            (i for i, loss in enumerate(losses) if not math.isfinite(loss)),
-            len(losses),
-        )
-        for level in levels
-        if (losses := history.get(f"{level.name}_loss", []))
-    }
-    num_epochs = max(map(len, history.values()), default=0)
-    lost = [name for name, begin in begins.items() if begin < num_epochs]
-    if lost:
-        first = min(begins.values())
-        names = [f"'{name}'" for name in lost if begins[name] == first]
+    names = [each.name for each in levels if f"{each.name}_loss" in history]
+    lost = ~np.isfinite([history[f"{name}_loss"] for name in names])
+    epochs = np.flatnonzero(lost.any(axis=0))
+    if epochs.size:
+        first = epochs[0]
+        names = [f"'{names[i]}'" for i in np.flatnonzero(lost[:, first])]
         warnings.warn(
             f"The loss of level {', '.join(names)} is not finite from epoch "
             f"{first + 1} of this `fit` on. Its variables may have diverged: "
