@@ -66,11 +66,15 @@ class LevelPlan:
         self._level_name = level_name
         self._remat = remat
         self._mode: Literal["eager", "graph", "xla"] = mode
-        recordings = []
+        costs = "measured" if memory.is_counted() else "flops"
+        recordings, choosers = [], []
         for model, inputs in calls:
             with mixed(model):
                 specs = profiling.checked_specs(model, (inputs,))
                 recordings.append(record(model, specs, in_step=False))
+                if remat.plan is None:
+                    network = planner.measured(recordings[-1], costs, mode)
+                    choosers.append(Chooser(network, remat.solver))
         self._segments: tuple[Segment, ...] | None = None
         if remat.plan is not None:
             given = remat.plan
@@ -78,12 +82,6 @@ class LevelPlan:
             number = _owner(plan, recordings)
             self._segments = plan.segments
         else:
-            choosers = []
-            costs = "measured" if memory.is_counted() else "flops"
-            for (model, _), recording in zip(calls, recordings, strict=True):
-                with mixed(model):
-                    network = planner.measured(recording, costs, mode)
-                choosers.append(Chooser(network, remat.solver))
             peaks = [chooser.everything.peak_bytes for chooser in choosers]
             number = peaks.index(max(peaks))
             self._chooser = choosers[number]
