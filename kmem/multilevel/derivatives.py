@@ -235,10 +235,20 @@ class Derivatives:
             return products
 
         moments = attribute(tf.nn, "moments", _moments)
-        with self.replayed(batch), self._explained(), moments:
-            # Else the forward pass would run ahead of what asks for it.
-            with tf.control_dependencies(direction):
+        # Else the forward pass would run ahead of what asks for it.
+        after = tf.control_dependencies(direction)
+        try:
+            with self.replayed(batch), moments, after:
                 products = self.mean(of_microbatch, batch)
+        except (LookupError, NotImplementedError) as error:
+            raise ValueError(
+                f"The loss of level '{self.name}' must have second "
+                "derivatives: replace the operator, or give the level "
+                "`hypergradient=FiniteDifference()`, which needs none. What "
+                "`keras.remat`, `keras.RematScope` or `tf.recompute_grad` runs "
+                "again has none; `kmem.remat.recompute` has. "
+                f"Received: {error}"
+            ) from error
         if scale is not None:
             products = [t * norm for t in products]
         return _unscaled(products, scale)
@@ -315,20 +325,6 @@ class Derivatives:
             else tf.convert_to_tensor(gradient)
             for gradient, value in zip(gradients, values, strict=True)
         ]
-
-    @contextlib.contextmanager
-    def _explained(self):
-        try:
-            yield
-        except (LookupError, NotImplementedError) as error:
-            raise ValueError(
-                f"The loss of level '{self.name}' must have second "
-                "derivatives: replace the operator, or give the level "
-                "`hypergradient=FiniteDifference()`, which needs none. What "
-                "`keras.remat`, `keras.RematScope` or `tf.recompute_grad` runs "
-                "again has none; `kmem.remat.recompute` has. "
-                f"Received: {error}"
-            ) from error
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ stacked, `(count, batch size, ...)`, so that one element is one update of the
 top level, and one traced step computes it.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -14,9 +13,8 @@ import tensorflow as tf
 from kmem.step import batches
 
 
-def check(data: Any, names: Iterable[str]) -> None:
+def check(data: Any, names: list[str]) -> None:
     """Checks what `fit` is given."""
-    names = list(names)
     if not isinstance(data, dict) or sorted(data) != sorted(names):
         received = sorted(data) if isinstance(data, dict) else type(data)
         raise ValueError(

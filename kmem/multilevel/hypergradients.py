@@ -92,8 +92,7 @@ class FiniteDifference:
             forth = level.gradient(batch, wrt, at=add(values, moves))
             # One after the other: side by side they take twice the memory.
             with tf.control_dependencies(forth):
-                opposite = [-move for move in moves]
-                back = level.gradient(batch, wrt, at=add(values, opposite))
+                back = level.gradient(batch, wrt, at=add(values, moves, -1))
         scale = norm / (2 * alpha)
         return [
             (b - f) * tf.cast(scale, f.dtype)

@@ -104,20 +104,16 @@ class Level(Derivatives):
     ):
         is_model = isinstance(model, keras.Model)
         must_be(is_model, model, "model", "a `keras.Model`")
-        if not callable(loss):
-            raise ValueError(
-                "`loss` must be a function of a batch, such as `loss(x, y)`, "
-                f"that returns a scalar. Received: loss={loss!r}"
-            )
-        if isinstance(hypergradient, type) or not callable(
-            hypergradient or Identity()
-        ):
-            raise ValueError(
-                "`hypergradient` must be an object: `Identity()`, "
-                "`FiniteDifference()`, `SAMA()`, `Neumann()`, "
-                "`ConjugateGradient()`, `MinimalResidual()` or `Unrolled()`. "
-                f"Received: hypergradient={hypergradient!r}"
-            )
+        kind = "a function of a batch, such as `loss(x, y)`, that returns "
+        must_be(callable(loss), loss, "loss", f"{kind}a scalar")
+        kind = (
+            "an object: `Identity()`, `FiniteDifference()`, `SAMA()`, "
+            "`Neumann()`, `ConjugateGradient()`, `MinimalResidual()` or "
+            "`Unrolled()`"
+        )
+        is_object = not isinstance(hypergradient, type)
+        is_right = is_object and callable(hypergradient or Identity())
+        must_be(is_right, hypergradient, "hypergradient", kind)
         if clipnorm is not None:
             positive(clipnorm, "clipnorm")
         self.model = model
@@ -164,16 +160,13 @@ class Level(Derivatives):
                 "built as the level's own is. Received: level "
                 f"'{self.name}' with start={start!r}"
             )
-        hypergradient = self.hypergradient
-        if (
-            isinstance(hypergradient, Unrolled)
-            and self.kept_steps < self.unroll_steps
-        ):
+        are_too_few = self.kept_steps < self.unroll_steps
+        if isinstance(self.hypergradient, Unrolled) and are_too_few:
             raise ValueError(
                 "`Unrolled` must go through all `unroll_steps` of a level "
                 "with a `start`, to arrive there. Received: level "
                 f"'{self.name}' with unroll_steps={self.unroll_steps} and "
-                f"{hypergradient}"
+                f"{self.hypergradient}"
             )
         self.start = start
         self.start_variables = start.trainable_variables
@@ -230,13 +223,12 @@ class Level(Derivatives):
             with self.computing(), looking, noting:
                 self.loss_of(batch)
 
-        specs = keras.tree.map_structure(_spec, batch)
         # Not a part of a step that may be in the making. Without one this
         # would only stop tapes of the loss's own.
         eager = tf.executing_eagerly()
         outside = contextlib.nullcontext() if eager else tf.init_scope()
         with outside, self.model.distribute_strategy.scope():
-            tf.function(trace, autograph=False).get_concrete_function(specs)
+            tf.function(trace, autograph=False).get_concrete_function(batch)
         if not self.variables:
             raise ValueError(
                 "A level must have trainable variables: give it another "
@@ -279,7 +271,8 @@ class Level(Derivatives):
         found = losses.values(self.loss, arguments, self.name)
         self.logged = tuple(found)
         loss, *metrics = found.values()
-        penalties = losses.penalties(self.variables)
+        regularized = [v for v in self.variables if v.regularizer is not None]
+        penalties = [v.regularizer(v) for v in regularized]
         loss = tf.add_n([loss, *(tf.cast(p, loss.dtype) for p in penalties)])
         return [loss, *metrics]
 
@@ -301,9 +294,3 @@ class Level(Derivatives):
         exclude = [name for name in option.exclude if name not in elsewhere]
         option = dataclasses.replace(option, exclude=tuple(exclude))
         return precision.applied(model, option)
-
-
-def _spec(leaf) -> tf.TypeSpec:
-    if isinstance(leaf, tf.TypeSpec):
-        return leaf
-    return tf.type_spec_from_value(tf.convert_to_tensor(leaf))

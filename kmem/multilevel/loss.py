@@ -72,11 +72,6 @@ def giving_32_bits(models: list) -> patching.Context:
     return _calls_replaced(models, cast)
 
 
-def penalties(variables: list) -> list:
-    """What the regularizers of variables give, wherever they are read."""
-    return [v.regularizer(v) for v in variables if v.regularizer is not None]
-
-
 def in_32_bits(model: keras.Model) -> patching.Context:
     """Lets a model whose own layers compute in 16 bits compute in float32."""
     policy = keras.DTypePolicy("float32")
