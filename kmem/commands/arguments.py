@@ -16,7 +16,6 @@ from kmem.base.sizes import parse_size
 
 if TYPE_CHECKING:
     import keras
-    import tensorflow as tf
 
 # What matplotlib draws without a program besides.
 PICTURES = (".png", ".svg", ".pdf")
@@ -156,6 +155,9 @@ def _batch(model, rows: int):
     like the predictions, or to be classes where the loss is a sparse one.
     """
     import keras
+    import tensorflow as tf
+
+    from kmem.step import batches
 
     if not model.built:
         raise WrongFileError(
@@ -165,27 +167,19 @@ def _batch(model, rows: int):
     sequential = isinstance(model, keras.Sequential)
     inputs = model.inputs[0] if sequential else model.input
     outputs = model.outputs[0] if sequential else model.output
-    specs = keras.tree.map_structure(
-        lambda t: _spec(t.shape, t.dtype, rows), inputs
-    )
-    if not model.compiled:
-        return specs
-    sparse = "sparse" in str(getattr(model, "loss", "")).lower()
-
-    def target(output):
-        if sparse:
-            return _spec(output.shape[:-1], "int64", rows)
-        return _spec(output.shape, output.dtype, rows)
-
-    return specs, keras.tree.map_structure(target, outputs)
-
-
-def _spec(shape, dtype: str, rows: int) -> "tf.TensorSpec":
-    import tensorflow as tf
-
-    if any(size is None for size in shape[1:]):
-        raise WrongFileError(
-            "The model's inputs and outputs must have a fixed shape, except "
-            f"the batch size. Received: shape={shape}"
-        )
-    return tf.TensorSpec([rows, *shape[1:]], dtype)
+    specs = batches.specs_of(inputs)
+    if model.compiled:
+        targets = batches.specs_of(outputs)
+        if "sparse" in str(getattr(model, "loss", "")).lower():
+            targets = keras.tree.map_structure(
+                lambda t: tf.TensorSpec([None, *t.shape[1:-1]], tf.int64),
+                targets,
+            )
+        specs = specs, targets
+    for spec in keras.tree.flatten(specs):
+        if None in spec.shape[1:]:
+            raise WrongFileError(
+                "The model's inputs and outputs must have a fixed shape, "
+                f"except the batch size. Received: shape={spec.shape}"
+            )
+    return batches.with_rows(specs, rows)
