@@ -6,7 +6,6 @@ of the model it is (the strip, in which a stage is as wide as what its
 backward pass would keep).
 """
 
-import collections
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -102,7 +101,11 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
     # Below, as the two peaks may be close.
     style = {"color": drawing.BLUE, "label": "the plan"}
     heights, edges = curve(plan.simulation, plan.schedule, -1, **style)
-    again = _runs_again(plan.schedule)
+    _, first, which = np.unique(
+        plan.schedule, return_index=True, return_inverse=True
+    )
+    # For each step, whether it runs what has run before.
+    again = first[which] < np.arange(len(which))
     under = {"baseline": base, "fill": True, "linewidth": 0}
     once = np.where(again, np.nan, heights)
     axes.stairs(once, edges, **under, color=_LIGHT_BLUE)
@@ -139,25 +142,16 @@ def _alignment(position: float) -> str:
     return "right" if position > 0.9 else "center"
 
 
-def _runs_again(schedule) -> np.ndarray:
-    """For each step, whether it runs what has run before."""
-    first = {index: step for step, index in reversed([*enumerate(schedule)])}
-    return np.array([first[i] < step for step, i in enumerate(schedule)])
-
-
 def _draw_stages(axes: "Axes", plan: Any) -> None:
     stages = plan.network.stages
-    counts = collections.Counter(plan.schedule)
+    counts = np.bincount(plan.schedule, minlength=len(stages))[: len(stages)]
+    num_runs = np.minimum(counts, len(_NUM_RUNS))
     widths = flat.kept_bytes(plan.network)
     widths = widths if any(widths) else np.ones(len(widths))
     edges = np.cumsum([0, *widths])
     for number, (label, color, hatch) in enumerate(_NUM_RUNS, start=1):
-        chosen = [
-            index
-            for index in range(len(stages))
-            if min(counts[index], len(_NUM_RUNS)) == number
-        ]
-        if chosen:
+        chosen = np.flatnonzero(num_runs == number)
+        if chosen.size:
             style: Any = {"color": color, "hatch": hatch, "label": label}
             widths = np.diff(edges)[chosen]
             axes.bar(edges[chosen], 1, widths, align="edge", **style)

@@ -38,7 +38,7 @@ def draw_step(report: MemoryReport, graphs: Graphs) -> "Figure":
     choices = [report.plain][report.is_plain :] + [report.chosen]
     figure = drawing.new_figure("a report")
     pictures = figure.subplots(len(choices), sharex=True, squeeze=False)[:, 0]
-    scale, unit = _scale(report)
+    scale, unit = drawing.scale(_highest(report))
     ends = []
     for axes, choice in zip(pictures, choices, strict=True):
         seconds, kinds = step_of(report, choice, graphs)
@@ -112,15 +112,14 @@ def draw_choices(report: MemoryReport) -> "Figure":
     """The choices by peak and time, with those that are best for their peak."""
     figure = drawing.new_figure("a report")
     axes, names = figure.subplots(1, 2, width_ratios=(3, 1))
-    scale, unit = _scale(report)
+    scale, unit = drawing.scale(_highest(report))
     choices = report.choices
 
+    def place(choice: Choice) -> tuple[float, float]:
+        return choice.predicted_peak_bytes / scale, report.slowdown(choice)
+
     def points(chosen: list[Choice], **style) -> None:
-        axes.plot(
-            [choice.predicted_peak_bytes / scale for choice in chosen],
-            [report.slowdown(choice) for choice in chosen],
-            **style,
-        )
+        axes.plot(*zip(*map(place, chosen), strict=True), **style)
 
     points(
         fastest_for_their_peak(choices),
@@ -148,10 +147,9 @@ def draw_choices(report: MemoryReport) -> "Figure":
         )
     lines = ["choices, the best first"]
     for number, choice in enumerate(choices, start=1):
-        place = choice.predicted_peak_bytes / scale, report.slowdown(choice)
         above = 5 if number % 2 else -12
         axes.annotate(
-            *(f"{number}", place, (7, above)),
+            *(f"{number}", place(choice), (7, above)),
             **{"textcoords": "offset points", "fontsize": 9},
         )
         lines.append(f"{number} {describe(choice.options)}")
@@ -191,7 +189,3 @@ def _highest(report: MemoryReport) -> int:
     shown = report.plain, report.chosen
     peaks = [choice.predicted_peak_bytes for choice in shown]
     return max(*peaks, report.budget_bytes)
-
-
-def _scale(report: MemoryReport) -> tuple[float, str]:
-    return drawing.scale(_highest(report))
