@@ -25,7 +25,14 @@ from kmem.base import patching
 from kmem.base import private_keras
 from kmem.step.mechanism import Mechanism
 
-_KINDS = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
+# As they are at import: what is put in their place later is not Keras's.
+_OWN = tuple(
+    getattr(kind, private_keras.COMPUTE_ATTENTION)
+    for kind in (
+        keras.layers.MultiHeadAttention,
+        keras.layers.GroupQueryAttention,
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,14 +223,7 @@ class ChunkedAttention(Mechanism):
 def _is_keras_own(layer) -> bool:
     """Whether a layer attends as Keras's own do."""
     name = private_keras.COMPUTE_ATTENTION
-    return any(
-        isinstance(layer, kind) and getattr(type(layer), name) is compute
-        for kind, compute in _OWN.items()
-    )
-
-
-# As they are at import: what is put in their place later is not Keras's.
-_OWN = {kind: getattr(kind, private_keras.COMPUTE_ATTENTION) for kind in _KINDS}
+    return getattr(type(layer), name, None) in _OWN
 
 
 def _of_rank_4(mask: tf.Tensor) -> Any:

@@ -23,6 +23,7 @@ from kmem.base import bindings
 from kmem.base import native
 from kmem.base.bindings import AUTO
 from kmem.base.bindings import HEURISTICS as HEURISTICS
+from kmem.base.checks import must_be
 from kmem.dtr.trace import Program
 from kmem.options import DTR
 
@@ -99,11 +100,9 @@ def simulate(
         ValueError: If there is no such heuristic.
         NativeLibraryError: If the native library cannot be built.
     """
-    if heuristic not in (AUTO, *HEURISTICS):
-        raise ValueError(
-            f"`heuristic` must be one of {', '.join((AUTO, *HEURISTICS))}. "
-            f"Received: heuristic={heuristic!r}"
-        )
+    known = AUTO, *HEURISTICS
+    kind = f"one of {', '.join(known)}"
+    must_be(heuristic in known, heuristic, "heuristic", kind)
     recomputed_seconds = (slowdown_limit - 1) * program.seconds
     options = bindings.Options(
         threshold_bytes=_NO_LIMIT if budget_bytes is None else budget_bytes,

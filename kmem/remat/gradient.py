@@ -159,13 +159,10 @@ class _Segment:
             with state.restored(self._ambient, []):
                 self._first_run(list(tensors))
 
-        specs = [
-            t if isinstance(t, tf.TensorSpec) else tf.type_spec_from_value(t)
-            for t in self._arguments.tensors
-        ]
+        tensors = self._arguments.tensors
         try:
             # As Keras does it: layers are plain Python.
-            tf.function(trace, autograph=False).get_concrete_function(*specs)
+            tf.function(trace, autograph=False).get_concrete_function(*tensors)
         except purity.NotRecomputable:
             raise
         except Exception as error:

@@ -49,12 +49,11 @@ class Writer:
     without an error the file appears under its name.
 
     Attributes:
-        checksums: Those of all blocks, once the file is complete.
+        checksums: Those of all blocks so far.
     """
 
     def __init__(self, path: pathlib.Path):
         self._appearing = _appearing(path)
-        self._checksum = 0
         self.num_bytes = 0
         self.checksums: list[int] = []
 
@@ -63,8 +62,6 @@ class Writer:
         return self
 
     def __exit__(self, *exception) -> None:
-        if self.num_bytes % BLOCK_BYTES:
-            self.checksums.append(self._checksum)
         self._appearing.__exit__(*exception)
 
     def write(self, array: np.ndarray) -> None:
@@ -74,11 +71,10 @@ class Writer:
             room = BLOCK_BYTES - self.num_bytes % BLOCK_BYTES
             piece, view = view[:room], view[room:]
             self._file.write(piece)
-            self._checksum = zlib.crc32(piece, self._checksum)
+            if room == BLOCK_BYTES:
+                self.checksums.append(0)
+            self.checksums[-1] = zlib.crc32(piece, self.checksums[-1])
             self.num_bytes += len(piece)
-            if len(piece) == room:
-                self.checksums.append(self._checksum)
-                self._checksum = 0
 
 
 class Reader:

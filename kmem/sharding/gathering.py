@@ -28,6 +28,7 @@ import tensorflow as tf
 
 from kmem.base.patching import setting
 from kmem.base.private_keras import tf_variable
+from kmem.graph.names import current_graph
 from kmem.sharding.engine import Engine
 
 
@@ -288,12 +289,8 @@ def _scattered(engine, layouts, gradients, name, travel) -> list[tf.Tensor]:
 
 def _symbolic(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Those of the graph that is traced."""
-    return [
-        t
-        for t in tensors
-        if tf.is_symbolic_tensor(t)
-        and t.graph is tf.compat.v1.get_default_graph()
-    ]
+    graph = current_graph()
+    return [t for t in tensors if tf.is_symbolic_tensor(t) and t.graph is graph]
 
 
 def _split(joined: tf.Tensor, layouts) -> list[tf.Tensor]:

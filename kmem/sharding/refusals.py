@@ -77,7 +77,8 @@ def can_be_offloaded(model: keras.Model, options: MemoryOptions) -> bool:
     config = os.environ.get("TF_CONFIG")
     if options.sharding is not None or (config and Cluster(config).size > 1):
         return False
-    if not any(_is_elsewhere(v) for v in model.trainable_variables):
+    host = Engine().host
+    if all(v.value.device.endswith(host) for v in model.trainable_variables):
         return False
     try:
         check(model, options)
@@ -151,12 +152,3 @@ def _check_in_shards(model, options: MemoryOptions) -> None:
             "plan with `kmem.plan`, of the same model outside of the strategy. "
             f"Received: remat={options.remat}"
         )
-
-
-def _is_elsewhere(variable: keras.Variable) -> bool:
-    host = tf.DeviceSpec.from_string(Engine().host)
-    device = tf.DeviceSpec.from_string(variable.value.device)
-    return (device.device_type, device.device_index) != (
-        host.device_type,
-        host.device_index,
-    )

@@ -130,14 +130,14 @@ class Slices(Alone):
         ]
         before = {
             id(variable): tf.identity(variable.value)
-            for variable in (*statistics, *_of_metrics(model))
+            for variable in (*statistics, *model.metrics_variables)
         }
         with _assigned(statistics) as assigned:
             yield
         own = num_rows(batch.data)
         share = tf.cast(own, tf.float64) / tf.cast(batch.rows, tf.float64)
         changed = [(v, share) for v in assigned.values()]
-        changed += [(v, 1) for v in _of_metrics(model)]
+        changed += [(v, 1) for v in model.metrics_variables]
         olds = [tf.cast(before[id(v)], tf.float64) for v, _ in changed]
         changes = [
             (tf.cast(v.value, tf.float64) - old) * weight
@@ -257,10 +257,6 @@ def _divided(tensor, copies):
     if tensor.dtype.is_integer:
         return tf.cast(tf.cast(tensor, tf.float64) / copies, tensor.dtype)
     return tensor / tf.cast(copies, tensor.dtype)
-
-
-def _of_metrics(model) -> list:
-    return [v for metric in model.metrics for v in metric.variables]
 
 
 @contextlib.contextmanager

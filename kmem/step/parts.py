@@ -19,6 +19,7 @@ from kmem.base import private_tf
 from kmem.graph import fusion
 from kmem.graph import ordering
 from kmem.graph import releasing
+from kmem.step import batches
 
 
 class Parts:
@@ -213,23 +214,14 @@ def num_rows(data: Any) -> tf.Tensor:
     Raises:
         ValueError: If its tensors are known to differ in them.
     """
-    leaves = [
-        leaf
-        for leaf in keras.tree.flatten(data)
-        if leaf is not None and leaf.shape.rank != 0
-    ]
+    leaves = [x for x in batches.leaves(data) if x.shape.rank != 0]
     sizes = {leaf.shape[0] for leaf in leaves} - {None}
     if len(sizes) > 1:
         raise ValueError(
             "A batch can be split only if all of its tensors have the same "
             f"number of rows. Received: rows={sorted(sizes)}"
         )
-    leaf = leaves[0]
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.cast(leaf.nrows(), tf.int32)
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.cast(leaf.dense_shape[0], tf.int32)
-    return tf.shape(leaf, out_type=tf.int32)[0]
+    return tf.shape(leaves[0], out_type=tf.int32)[0]
 
 
 def _part_spec(leaf):
