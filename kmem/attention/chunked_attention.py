@@ -214,8 +214,7 @@ class ChunkedAttention(Mechanism):
         tensors = [tf.cast(each, dtype) for each in tensors]
         if scale is None:
             scale = tensors[1].shape[-1] ** -0.5
-        masks = () if mask is None else (tf.cast(mask, tf.bool),)
-        masks = tuple(map(_of_rank_4, masks))
+        masks = () if mask is None else (_of_rank_4(tf.cast(mask, tf.bool)),)
         scores = blocks.Scores(scale, masks, bool(is_causal))
         return blocks.attention(*tensors, scores=scores)
 

@@ -161,7 +161,10 @@ class _Kind:
         if self._compiled and all(map(covers, self._specs, specs)):
             return self._compiled[-1]
         if self._compiled:
-            specs = list(map(_common, self._specs, specs))
+            specs = [
+                own.most_specific_common_supertype([spec])
+                for own, spec in zip(self._specs, specs, strict=True)
+            ]
         self._specs = specs
         self._compiled.append(block.compile(join, specs))
         return self._compiled[-1]
@@ -181,11 +184,6 @@ def _plain_attributes(layer) -> tuple:
         for name, value in vars(layer).items()
         if isinstance(value, _PLAIN)
     )
-
-
-def _common(spec: tf.TensorSpec, other: tf.TensorSpec) -> tf.TensorSpec:
-    pairs = zip(spec.shape, other.shape, strict=True)
-    return tf.TensorSpec([a if a == b else None for a, b in pairs], spec.dtype)
 
 
 def _key(value, exact: bool) -> Any:

@@ -114,7 +114,7 @@ class _Reader:
         self.names: dict[str, int] = {}  # Name -> tensor.
         self.sizes: list[int] = []  # Of the storage of each tensor.
         self.constant: str | None = None  # Its bytes are to come.
-        self.call: dict = {}
+        self.inputs: list[int] = []  # Of the call that was read last.
         self.pending: list[str] = []  # Results of the call that are to come.
         self.bytes = 0
         self.constant_bytes = 0
@@ -163,7 +163,7 @@ class _Reader:
     def _call(self, line: dict, num_outputs: int) -> None:
         nanoseconds = _number(line["TIME"])
         inputs = [self.names[name] for name in _names(line["ARGS"])]
-        self.call = {**line, "inputs": inputs}
+        self.inputs = inputs
         self.nanoseconds = _number(self.nanoseconds + nanoseconds)
         self.num_operators += 1
         self.numbers += (_CALL, nanoseconds, len(inputs), *inputs, num_outputs)
@@ -175,7 +175,7 @@ class _Reader:
         if view_of != _OWN_STORAGE:
             if view_of < 0:
                 raise ValueError("no such argument")
-            num_bytes = self.sizes[self.call["inputs"][view_of]]
+            num_bytes = self.sizes[self.inputs[view_of]]
         self.numbers += (num_bytes, view_of)
         self._make(name, num_bytes)
 

@@ -47,16 +47,14 @@ def check(model: keras.Model) -> None:
         ValueError: If it cannot.
     """
     head = heads.of(model)
-    loss: Any = model.loss
-    if isinstance(loss, dict | list | tuple):
-        flat = keras.tree.flatten(loss)
-        if len(flat) != 1:
-            raise ValueError(
-                "`chunked_loss` needs one loss on the model's one output: add "
-                "the others in a layer, with `add_loss`. Received: "
-                f"loss={loss!r}"
-            )
-        (loss,) = flat
+    flat = keras.tree.flatten(model.loss)
+    if len(flat) != 1:
+        raise ValueError(
+            "`chunked_loss` needs one loss on the model's one output: add "
+            "the others in a layer, with `add_loss`. Received: "
+            f"loss={model.loss!r}"
+        )
+    (loss,) = flat
     if isinstance(loss, str) and loss.lower() in ("crossentropy", "ce"):
         raise ValueError(
             "`chunked_loss` needs to know which cross-entropy it is: compile "
@@ -245,21 +243,18 @@ class _Reduction:
         self.labels: Any = None
 
     def __call__(self, losses):
-        def call(_, y_true, y_pred):
-            return self._of_tokens(y_true, losses)
+        def call(_, labels, y_pred):
+            self.labels = labels if self.is_dense else tf.cast(labels, tf.int64)
+            if self._ignored is None:
+                return losses
+            valid = tf.not_equal(self.labels, self._ignored)
+            valid = tf.reshape(valid, tf.shape(losses))
+            counted = tf.where(valid, losses, 0)
+            private_keras.set_mask(counted, valid)
+            return counted
 
         with patching.method(self._loss, "call", call):
             return self._call(*self._arguments)
-
-    def _of_tokens(self, labels, losses):
-        self.labels = labels if self.is_dense else tf.cast(labels, tf.int64)
-        if self._ignored is None:
-            return losses
-        valid = tf.not_equal(self.labels, self._ignored)
-        valid = tf.reshape(valid, tf.shape(losses))
-        losses = tf.where(valid, losses, 0)
-        private_keras.set_mask(losses, valid)
-        return losses
 
 
 def _of_tokens(head: heads.Head, metric):

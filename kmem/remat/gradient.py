@@ -338,20 +338,17 @@ class _Segment:
         self, gradients: list, arguments: list, values: list
     ) -> tuple[list, list]:
         """What the second run starts from, there after the gradients."""
-        held = [
-            (variable, value)
-            for (variable, _), value in zip(self._values, values, strict=True)
-        ]
-        weights = [v for v in held if is_differentiable(v[1])]
-        seeds = [v for v in held if not is_differentiable(v[1])]
-        tensors, values = control.after(
-            gradients,
-            [*arguments, *_seeds(held)],
-            [value for _, value in weights],
+        variables = [variable for variable, _ in self._values]
+        held = list(zip(variables, values, strict=True))
+        # Seeds come before weights.
+        held.sort(key=lambda pair: is_differentiable(pair[1]))
+        seeds, variables = _seeds(held), [variable for variable, _ in held]
+        weights = [value for _, value in held[len(seeds) :]]
+        tensors, weights = control.after(
+            gradients, [*arguments, *seeds], weights
         )
         count = len(arguments)
-        variables = [variable for variable, _ in (*seeds, *weights)]
-        values = [*tensors[count:], *values]
+        values = [*tensors[count:], *weights]
         return tensors[:count], list(zip(variables, values, strict=True))
 
     def _second_run(self, tensors: list, run: state.SecondRun) -> list:

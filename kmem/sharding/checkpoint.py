@@ -9,12 +9,12 @@ module does not do: copy files between hosts. All processes must see the
 folder.
 """
 
-import dataclasses
 import math
 import pathlib
 import re
 import secrets
 from typing import Any
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -35,8 +35,7 @@ from kmem.step.capture import optimizers
 _OWN = re.compile(r"kmem-[0-9a-f]{16}-\d+-of-\d+\.(shard|part)")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Consecutive numbers of a variable, and where they are."""
 
     file: int
@@ -118,7 +117,7 @@ def save(
                 "variables": [
                     {
                         **_description(kind, variable),
-                        "pieces": [dataclasses.astuple(p) for p in placed],
+                        "pieces": placed,
                     }
                     for (kind, variable), placed in zip(
                         variables, pieces, strict=True

@@ -36,6 +36,7 @@ from typing import Any
 import tensorflow as tf
 
 from kmem.base import private_tf
+from kmem.base.checks import must_be
 from kmem.base.patching import setting
 from kmem.launching.cluster import Cluster
 
@@ -277,11 +278,8 @@ def _timeout_seconds() -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < threading.TIMEOUT_MAX:
-        raise ValueError(
-            f"{_TIMEOUT} must be a positive number of seconds. "
-            f"Received: {_TIMEOUT}={text}"
-        )
+    is_right = 0 < seconds < threading.TIMEOUT_MAX
+    must_be(is_right, text, _TIMEOUT, "a positive number of seconds")
     return seconds
 
 

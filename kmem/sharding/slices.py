@@ -21,7 +21,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -90,7 +89,11 @@ class Slices(Alone):
             ],
         )
         with tf.control_dependencies([] if check is None else [check]):
-            return keras.tree.map_structure(_identity, data)
+            return tf.nest.map_structure(
+                lambda each: None if each is None else tf.identity(each),
+                data,
+                expand_composites=True,
+            )
 
     def add_up(self, tensors, variables, batch):
         is_cut = [isinstance(v, ShardedVariable) for v in variables]
@@ -132,7 +135,18 @@ class Slices(Alone):
             id(variable): tf.identity(variable.value)
             for variable in (*statistics, *model.metrics_variables)
         }
-        with _assigned(statistics) as assigned:
+        assigned: dict[int, Any] = {}
+
+        def noted(variable, assign, value):
+            assigned[id(variable)] = variable
+            assign(value)
+
+        with patching.together(
+            patching.method(
+                each, private_keras.ASSIGN, functools.partial(noted, each)
+            )
+            for each in statistics
+        ):
             yield
         own = num_rows(batch.data)
         share = tf.cast(own, tf.float64) / tf.cast(batch.rows, tf.float64)
@@ -259,38 +273,13 @@ def _divided(tensor, copies):
     return tensor / tf.cast(copies, tensor.dtype)
 
 
-@contextlib.contextmanager
-def _assigned(variables: list) -> Iterator[dict[int, Any]]:
-    """Collects the variables that are assigned within."""
-    assigned: dict[int, Any] = {}
-
-    def noted(variable, assign, value):
-        assigned[id(variable)] = variable
-        assign(value)
-
-    with patching.together(
-        patching.method(
-            variable, private_keras.ASSIGN, functools.partial(noted, variable)
-        )
-        for variable in variables
-    ):
-        yield assigned
-
-
-def _identity(leaf):
-    if leaf is None:
-        return None
-    return tf.nest.map_structure(tf.identity, leaf, expand_composites=True)
-
-
 def _checksums(data) -> list[tf.Tensor]:
     """A number for each tensor of a batch, that depends on every row and on
     the order of the rows."""
     return [
         _checksum(tensor)
-        for leaf in keras.tree.flatten(data)
-        if leaf is not None
-        for tensor in tf.nest.flatten(leaf, expand_composites=True)
+        for tensor in tf.nest.flatten(data, expand_composites=True)
+        if tensor is not None
     ]
 
 

@@ -10,6 +10,7 @@ every part.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import keras
@@ -200,24 +201,23 @@ class GradientStep:
         layers = all_layers(self._model)
         num_rows = batches.num_rows(data)
         updates = []
-        # Before the step proper, so that they draw the same random numbers.
-        for group in apart:
-            terms = LossTerms(weight, totals, dropped=group)
+
+        @contextlib.contextmanager
+        def capturing(dropped=None):
             with (
-                capture.DiscardedState(),
-                recording(terms, layers),
+                recording(LossTerms(weight, totals, dropped), layers),
                 self._capturing(rows=num_rows) as update,
                 self._processes.weighing(share, update),
             ):
+                yield update
+
+        # Before the step proper, so that they draw the same random numbers.
+        for group in apart:
+            with capture.DiscardedState(), capturing(group) as update:
                 self._train_step(data)
             updates.append(update)
-        terms = LossTerms(weight, totals)
-        with (
-            recording(terms, layers),
-            metrics.counting_share(self._model, share) as results,
-            self._capturing(rows=num_rows) as update,
-            self._processes.weighing(share, update),
-        ):
+        counting = metrics.counting_share(self._model, share)
+        with counting as results, capturing() as update:
             logs = ordering.one_by_one(self._train_step, data)
         order = None
         if self._ordered:
@@ -347,10 +347,7 @@ class _Part:
         variables = [
             variable
             for are_there in self._are_there
-            for is_there, variable in zip(
-                are_there, self.variables, strict=True
-            )
-            if is_there
+            for variable in itertools.compress(self.variables, are_there)
         ]
         return variables + [None] * len(self._logs.tensors)
 
