@@ -15,6 +15,7 @@ and biases that are added to scores.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,9 +64,7 @@ def attention(
     """
 
     def blocks_of(tensors):
-        return _Blocks(
-            *[tf.stop_gradient(each) for each in tensors], scores=scores
-        )
+        return _Blocks(*map(tf.stop_gradient, tensors), scores=scores)
 
     @tf.custom_gradient
     def compute(*tensors):
@@ -213,13 +212,9 @@ class _Blocks:
             counts.append(mask)
         if self._scores.causal:
             counts.append(rows[:, None] >= tf.range(self._num_keys))
-        everywhere = counts[0]
-        for each in counts[1:]:
-            everywhere = tf.logical_and(everywhere, each)
+        everywhere = functools.reduce(tf.logical_and, counts)
         scores = tf.reshape(scores, shape)
-        scores = tf.where(
-            everywhere, scores, tf.constant(otherwise, scores.dtype)
-        )
+        scores = tf.where(everywhere, scores, otherwise)
         shape = [self._batch, self._key_heads, self._groups * size, -1]
         return tf.reshape(scores, shape)
 

@@ -17,6 +17,7 @@ does not tell.
 import ctypes
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 
 from kmem.base import bindings
@@ -178,7 +179,6 @@ class Forecast:
         in_use: int,
         in_pool: bool = False,
     ):
-        self._programs = programs
         self._in_pool = in_pool
         simulated = [
             simulate(program, in_pool=in_pool).peak_bytes
@@ -190,19 +190,15 @@ class Forecast:
                 for peak, program in zip(simulated, programs, strict=True)
             ]
         self.peak_bytes = max(peaks)
-        self._unknown_bytes = [
-            measured - known
-            for measured, known in zip(peaks, simulated, strict=True)
-        ]
+        unknown = map(operator.sub, peaks, simulated)
+        self._programs = list(zip(programs, unknown, strict=True))
 
     def of(self, options: DTR) -> Expected:
         """What to expect of a threshold: means over the batches, and the
         largest peak."""
         threshold = int(options.eviction_threshold)
         seconds, peaks = [], []
-        for program, unknown_bytes in zip(
-            self._programs, self._unknown_bytes, strict=True
-        ):
+        for program, unknown_bytes in self._programs:
             try:
                 found = simulate(
                     program,
