@@ -342,12 +342,13 @@ class _Segment:
         held = list(zip(variables, values, strict=True))
         # Seeds come before weights.
         held.sort(key=lambda pair: is_differentiable(pair[1]))
-        seeds, variables = _seeds(held), [variable for variable, _ in held]
+        seeds = _seeds(held)
         weights = [value for _, value in held[len(seeds) :]]
         tensors, weights = control.after(
             gradients, [*arguments, *seeds], weights
         )
         count = len(arguments)
+        variables = [variable for variable, _ in held]
         values = [*tensors[count:], *weights]
         return tensors[:count], list(zip(variables, values, strict=True))
 
