@@ -80,14 +80,6 @@ def dry_run(
                 iterator = _iterator(model.distribute_strategy, batch, spec)
                 step: Any = model.train_function
                 return measured(lambda: step(iterator), group or Engine())
-        except tf.errors.InvalidArgumentError as error:
-            *_, what = error.message.split("\n\n")
-            raise ValueError(
-                "A step must take random numbers of the batch's shapes, which "
-                "kmem tries it with before it trains: assert what a step's "
-                "values are in the input pipeline, or use `microbatches`. "
-                f"Received: {what}"
-            ) from error
         finally:
             gc.collect()
 
@@ -176,6 +168,9 @@ def measured(
 
     Returns:
         What a step took in this process, or `None` if it ran out of memory.
+
+    Raises:
+        ValueError: If the step refuses random numbers.
     """
     peaks: list[int] = []
     seconds: list[float] = []
@@ -195,6 +190,14 @@ def measured(
                 break
     except tf.errors.ResourceExhaustedError:
         return None
+    except tf.errors.InvalidArgumentError as error:
+        *_, what = error.message.split("\n\n")
+        raise ValueError(
+            "A step must take random numbers of the batch's shapes, which "
+            "kmem tries it with before it trains: assert what a step's "
+            "values are in the input pipeline, or use `microbatches`. "
+            f"Received: {what}"
+        ) from error
     # Where few have the highest peak, others may have a higher one.
     peak_bytes = 2 * max(peaks) - int(statistics.median(peaks))
     return Measurement(peak_bytes, min(seconds))

@@ -138,10 +138,11 @@ class Small(layers.Layer):
 
 
 @pytest.mark.usefixtures("native_library")
-def test_a_step_that_refuses_random_numbers_is_refused_by_name():
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda each: [*each][0])
+def test_a_step_that_refuses_random_numbers_is_refused_by_name(options):
     model = keras.Sequential([keras.Input((4,)), Small(), layers.Dense(1)])
     model.compile("sgd", "mse")
     x = -np.abs(X)
     with pytest.raises(ValueError, match="must take random numbers .*x < y"):
-        kmem.wrap(model).fit(x, x[:, :1], verbose=0, remat="auto")
+        kmem.wrap(model).fit(x, x[:, :1], verbose=0, **options)
     kmem.wrap(model).fit(x, x[:, :1], verbose=0, microbatches=2)
