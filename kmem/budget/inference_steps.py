@@ -83,7 +83,7 @@ class InferenceSteps:
         told for want of memory."""
         model, found = self._model, []
         for count in (1, 2):
-            with self._changes.undone():
+            with self.undone():
                 for metric in model.metrics:
                     metric.reset_state()
                 results, message = self.take(kind, examples, count)

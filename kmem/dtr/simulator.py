@@ -17,7 +17,6 @@ does not tell.
 import ctypes
 import dataclasses
 import math
-import operator
 from collections.abc import Sequence
 
 from kmem.base import bindings
@@ -190,8 +189,12 @@ class Forecast:
                 for peak, program in zip(simulated, programs, strict=True)
             ]
         self.peak_bytes = max(peaks)
-        unknown = map(operator.sub, peaks, simulated)
-        self._programs = list(zip(programs, unknown, strict=True))
+        self._programs = [
+            (program, peak - known)
+            for program, peak, known in zip(
+                programs, peaks, simulated, strict=True
+            )
+        ]
 
     def of(self, options: DTR) -> Expected:
         """What to expect of a threshold: means over the batches, and the

@@ -94,8 +94,8 @@ def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
         return cost
     operations = traced.graph.get_operations()
     is_run = not (call.effects or purity.may_refuse(operations))
-    measured, is_counted = costs == "measured", memory.is_counted()
-    measured, is_counted = is_run and measured, is_run and is_counted
+    measured = is_run and costs == "measured"
+    is_counted = is_run and memory.is_counted()
     seconds = both_seconds = 0.0
     forward_peak = backward_peak = 0
     if measured or is_counted:

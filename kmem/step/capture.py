@@ -212,13 +212,11 @@ def changed_variables(model, optimizer) -> list:
     owners = [model, optimizer, *optimizers(model), *metrics]
     variables = {id(v): v for each in owners for v in each.variables}
     # Some are not among `variables`, such as the states of recurrent layers.
-    for layer in all_layers(model):
-        for value in vars(layer).values():
-            for each in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(each, tf.random.Generator):
-                    each = each.state
-                if isinstance(each, keras.Variable | tf.Variable):
-                    variables[id(each)] = each
+    for each in _held(model):
+        if isinstance(each, tf.random.Generator):
+            each = each.state
+        if isinstance(each, keras.Variable | tf.Variable):
+            variables[id(each)] = each
     return list(variables.values())
 
 
@@ -239,12 +237,18 @@ def has_own_step(model) -> bool:
 
 def optimizers(model) -> Iterator[keras.optimizers.Optimizer]:
     """Those that the model, or a layer that trains by itself, holds."""
-    for owner in all_layers(model):
-        for value in vars(owner).values():
+    for each in _held(model):
+        if isinstance(each, keras.optimizers.Optimizer):
+            yield each
+
+
+def _held(model) -> Iterator[Any]:
+    """What a model and its layers have as attributes, or in lists of theirs."""
+    for layer in all_layers(model):
+        for value in vars(layer).values():
             if isinstance(value, dict):
-                value = value.values()
-            elif not isinstance(value, list | tuple):
-                value = [value]
-            for item in value:
-                if isinstance(item, keras.optimizers.Optimizer):
-                    yield item
+                yield from value.values()
+            elif isinstance(value, list | tuple):
+                yield from value
+            else:
+                yield value

@@ -10,7 +10,6 @@ every part.
 import contextlib
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import keras
@@ -347,7 +346,10 @@ class _Part:
         variables = [
             variable
             for are_there in self._are_there
-            for variable in itertools.compress(self.variables, are_there)
+            for is_there, variable in zip(
+                are_there, self.variables, strict=True
+            )
+            if is_there
         ]
         return variables + [None] * len(self._logs.tensors)
 
