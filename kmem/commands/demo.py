@@ -110,6 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the demonstration; 0 if everything went as it should."""
     checks.require("it", "demo", "sklearn", "matplotlib")
+    # Not warned of: that memory runs out is meant.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # Before the first TensorFlow operation, and compiled first if need be.
     native.allocator()
     import tensorflow as tf
@@ -191,9 +193,7 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
             time.perf_counter()
         )
     )
-    runs_out = item in (PLAIN, BUDGET)
-    quiet = _quiet() if runs_out else contextlib.nullcontext()
-    with _sampling(result), quiet:
+    with _sampling(result):
         try:
             memory.limit(LIMIT_BYTES if item.limited else None, device="CPU")
             history = model.fit(
@@ -219,20 +219,6 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
         finally:
             memory.limit(None, device="CPU")
     return result
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides TensorFlow's warnings of an error that is meant, or undone."""
-    sys.stderr.flush()
-    before = os.dup(2)
-    try:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
 
 
 @contextlib.contextmanager

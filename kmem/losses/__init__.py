@@ -92,6 +92,7 @@ class LinearCrossEntropy:
         self._form = functools.partial(
             chunks.Form,
             multiply=functools.partial(tf.matmul, transpose_b=transposed),
+            axis=0 if transposed else 1,
             loss_dtype=dtype,
             label_smoothing=float(label_smoothing),
             soft_cap=soft_cap,

@@ -177,7 +177,7 @@ class ChunkedLoss(Mechanism):
         hidden, labels = predictions.hidden, reduce.labels
         # A weight that is in shards is whole from now on.
         with tf.control_dependencies([hidden]):
-            weights, multiply = head.weights()
+            weights, product = head.weights()
         flat = chunks.Tokens(
             tf.reshape(hidden, [-1, hidden.shape[-1]]),
             tf.reshape(
@@ -187,7 +187,7 @@ class ChunkedLoss(Mechanism):
         )
         metrics = self._metrics(y_true, spec)
         total, found = chunks.weighted_sum(
-            *(flat, weights, dataclasses.replace(form, multiply=multiply)),
+            *(flat, weights, dataclasses.replace(form, **product)),
             metrics=[_of_tokens(head, each) for each in metrics],
             differentiate=training,
         )

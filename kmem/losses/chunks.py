@@ -9,15 +9,17 @@ arXiv 2410.10989). Where it is known how much each token counts, the gradient is
 computed in the same pass as the loss, and costs no logits a second time.
 Else, for one loss a token, the backward pass computes them again.
 
-A chunk has as many tokens as make its logits as large as the hidden states or
-the gradient of the weight, whichever is larger. Sums over tokens are kept in
-float32 where the logits have 16 bits.
+A chunk's logits are as large as the hidden states or, up to some tokens, as the
+gradient of the weight. What it adds to a larger gradient is made for some rows
+at a time, and added in place. Sums over tokens are kept in float32 where the
+logits have 16 bits.
 
 What this module does not do: derivatives of the gradient. They are refused.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +27,12 @@ from typing import Any
 import tensorflow as tf
 
 from kmem.graph.releasing import zeros
+
+# For so many tokens a product takes longer than to read the weight, and to add
+# to its gradient: it has twice as many operations for each number of these.
+_ENOUGH_TOKENS = 256
+# Of rows of a gradient: old, new, and what is added.
+_NUM_COPIES = 3
 
 # Makes a number a token of labels and logits, `(tokens,)`.
 TokenMetric = Callable[[Any, Any], Any]
@@ -38,6 +46,7 @@ class Form:
         num_classes: How many logits a token has.
         biased: Whether the last of the weights is added to each.
         multiply: Gives the logits of hidden states and the other weights.
+        axis: That of the classes in the one matrix of a plain product.
         compute_dtype: What logits are computed in.
         loss_dtype: What the loss is computed in.
         label_smoothing: The share of a label that goes to all classes.
@@ -48,6 +57,7 @@ class Form:
     num_classes: int
     biased: bool = False
     multiply: Callable[..., Any] = tf.matmul
+    axis: int | None = None
     compute_dtype: str = "float32"
     loss_dtype: str = "float32"
     label_smoothing: float = 0.0
@@ -89,9 +99,6 @@ def weighted_sum(
     Returns:
         A scalar, and `(tokens,)` of each of the metrics.
     """
-    if not differentiate:
-        sums, found = _run(tokens, weights, form, metrics, False)
-        return sums.loss, found
 
     @tf.custom_gradient
     def compute(hidden, *weights):
@@ -101,7 +108,7 @@ def weighted_sum(
         scaled = dataclasses.replace(
             tokens, hidden=hidden, coefficients=relative
         )
-        sums, found = _run(scaled, weights, form, metrics, True)
+        sums, found = _run(scaled, weights, form, metrics, differentiate)
 
         def gradient(upstream, *_):
             scale = largest * tf.cast(upstream, largest.dtype)
@@ -152,14 +159,16 @@ def tokens_in_chunk(
     num_tokens, num_features: int, num_classes: int, hidden_bytes: int
 ):
     """How many tokens a chunk has, so that its float32 logits are at most as
-    large as the hidden states or the weight's gradient.
+    large as the hidden states or the weight's gradient; and how many there are.
 
     Args:
         num_tokens: An int64 scalar, or an int.
         hidden_bytes: Of one element of the hidden states.
     """
     as_hidden = num_tokens * (num_features * hidden_bytes) // (num_classes * 4)
-    size = tf.maximum(as_hidden, max(1, num_features))
+    # As a quarter of that gradient, if those are enough tokens.
+    as_weight = min(num_features, max(num_features // 4, _ENOUGH_TOKENS))
+    size = tf.maximum(as_hidden, max(1, as_weight))
     # As many chunks, of equal sizes but for less than a token each.
     count = tf.maximum(-(-num_tokens // size), 1)
     return tf.maximum(-(-num_tokens // count), 1), count
@@ -234,7 +243,11 @@ def _run(
         tf.TensorArray(loss_dtype, count, element_shape=[None])
         for _ in range(1 + len(metrics))
     ]
-    states, sums = [], []
+    states, sums, num_slices = [], [], 1
+    # Without a graph a sum is copied whole to change a part.
+    if form.axis is not None and not tf.executing_eagerly():
+        as_logits = max(num_features // 4, _ENOUGH_TOKENS)
+        num_slices = max(1, _NUM_COPIES * (num_features // as_logits))
     if differentiate:
         states = [
             tf.TensorArray(dtype, count, element_shape=[None, num_features])
@@ -246,11 +259,11 @@ def _run(
         gradients of such slopes."""
         h, labels, coefficients = (each[i] for each in chunked)
         counts = tf.not_equal(coefficients, 0)
-        sources = [h, *computed]
+        sources = [h] if num_slices > 1 else [h, *computed]
         recorded: Any = tf.GradientTape(watch_accessed_variables=False)
         with recorded as tape:
             tape.watch(sources)
-            product = raw = form.multiply(*sources)
+            product = raw = form.multiply(h, *computed)
         differentiated = functools.partial(
             tape.gradient, product, sources, unconnected_gradients="zero"
         )
@@ -284,10 +297,12 @@ def _run(
             states = [states[0].write(i, moved)]
             if bias:
                 addends.append(tf.reduce_sum(tf.cast(slopes, loss_dtype), 0))
-            sums = [
-                each + tf.cast(addend, loss_dtype)
-                for each, addend in zip(sums, addends, strict=True)
-            ]
+            cut = []
+            if num_slices > 1:
+                factors = (chunked[0][i], slopes)[:: 1 if form.axis else -1]
+                cut = [_with_product(sums[0], *factors, num_slices)]
+            rest = zip(sums[len(cut) :], addends, strict=True)
+            sums = cut + [each + tf.cast(x, loss_dtype) for each, x in rest]
         return i + 1, total, columns, states, sums
 
     _, total, columns, states, sums = tf.while_loop(
@@ -301,6 +316,22 @@ def _run(
     gradients = [each.concat()[:num_tokens] for each in states] + sums
     dtypes = [tokens.hidden.dtype, *(each.dtype for each in weights)]
     return _Sums(total, losses, gradients, dtypes if gradients else []), found
+
+
+def _with_product(total, left, right, count: int):
+    """Adds `transpose(left) @ right`, some of its rows after others."""
+    bounds = [left.shape[-1] * i // count for i in range(count + 1)]
+    for begin, end in itertools.pairwise(bounds):
+        with tf.control_dependencies([total]):
+            rows = tf.matmul(left[:, begin:end], right, transpose_a=True)
+            total = tf.raw_ops.TensorStridedSliceUpdate(
+                input=total,
+                begin=[begin],
+                end=[end],
+                strides=[1],
+                value=total[begin:end] + tf.cast(rows, total.dtype),
+            )
+    return total
 
 
 def _chunked(tensor, size, count):

@@ -41,10 +41,10 @@ class Head:
     is_softmax: bool
     is_reversed: bool
 
-    def weights(self) -> tuple[list[tf.Tensor], Callable]:
+    def weights(self) -> tuple[list[tf.Tensor], dict[str, Any]]:
         """Those of the moment that have a gradient, the bias last, and what
-        makes logits, without a bias, of hidden states and the others."""
-        layer = self.layer
+        `chunks.Form` has to know of the others."""
+        layer, axis = self.layer, None
         bias = [] if getattr(layer, "bias", None) is None else [layer.bias]
         if layer.quantization_mode:
             trained, multiply = self._quantized()
@@ -56,11 +56,13 @@ class Head:
             frozen = isinstance(weight, keras.Variable) and not weight.trainable
             trained = [] if frozen else [weight]
             fixed = self._as_called(weight) if frozen else None
+            axis = None if frozen else int(not tied)
 
             def multiply(hidden, weight: Any = fixed):
                 return tf.matmul(hidden, weight, transpose_b=tied)
 
-        return list(map(tf.convert_to_tensor, trained + bias)), multiply
+        tensors = list(map(tf.convert_to_tensor, trained + bias))
+        return tensors, {"multiply": multiply, "axis": axis}
 
     def _quantized(self) -> tuple[list, Callable]:
         """Of a layer that multiplies, and differentiates, itself."""

@@ -91,7 +91,12 @@ def guarded(layer, name: str, option, left_out: bool):
                 outputs = call(*args, **kwargs)
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
             if is_custom and _is_about_dtypes(error):
-                raise _mixed_dtypes(layer, option, error) from error
+                raise ValueError(
+                    f"Layer '{layer.name}' must compute in the dtype of its "
+                    "inputs: cast its constants with `tf.cast(constant, "
+                    "x.dtype)`, or keep it in float32 with "
+                    f"`{_leave_out(layer, option)}`. Received: {error}"
+                ) from error
             raise
         if is_custom and layer.compute_dtype in _SIXTEEN_BITS:
             _warn_if_promoted(layer, option, (args, kwargs), outputs)
@@ -145,14 +150,6 @@ def _is_about_dtypes(error) -> bool:
 
 def _leave_out(layer, option) -> str:
     return f"kmem.MixedPrecision('{option.dtype}', exclude=('{layer.name}',))"
-
-
-def _mixed_dtypes(layer, option, error):
-    return ValueError(
-        f"Layer '{layer.name}' must compute in the dtype of its inputs: cast "
-        "its constants with `tf.cast(constant, x.dtype)`, or keep it in "
-        f"float32 with `{_leave_out(layer, option)}`. Received: {error}"
-    )
 
 
 def _rounded_ids(layer, tensor):

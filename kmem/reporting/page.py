@@ -43,7 +43,8 @@ def write(report: MemoryReport, name: str, pictures: dict[str, bytes]) -> str:
         options=html.escape(describe(report.chosen.options)),
         measured=html.escape(_measured(report)),
         sections="\n".join(sections),
-        versions=html.escape(_versions()),
+        versions=f"kmem {__version__}, tensorflow {tf.__version__}, "
+        f"keras {keras.__version__}, {datetime.date.today().isoformat()}",
     )
 
 
@@ -105,11 +106,4 @@ def _row(report: MemoryReport, choice: Choice, number: int) -> str:
         f"<td>{'' if measured is None else format_size(measured)}</td>"
         f"<td>{choice.predicted_seconds * 1e3:.1f}</td>"
         f"<td>{report.slowdown(choice):.2f}x</td></tr>"
-    )
-
-
-def _versions() -> str:
-    return (
-        f"kmem {__version__}, tensorflow {tf.__version__}, "
-        f"keras {keras.__version__}, {datetime.date.today().isoformat()}"
     )

@@ -38,7 +38,9 @@ def are_early(model: keras.Model, options: MemoryOptions) -> bool:
     most = early_bytes(variables)
     return (
         optimizer is not None
-        and _updates_one_by_one(optimizer)
+        and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        and not optimizer.global_clipnorm
+        and not optimizer.gradient_accumulation_steps
         and any(batches.num_bytes(v) <= most for v in variables)
         and has_default_step(model)
         and not (model.run_eagerly or model.jit_compile)
@@ -47,14 +49,6 @@ def are_early(model: keras.Model, options: MemoryOptions) -> bool:
         and options.gradient_accumulation_steps is None
         and options.sharding is None
         and not (precision is not None and precision.dtype == "float16")
-    )
-
-
-def _updates_one_by_one(optimizer) -> bool:
-    return not (
-        isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        or optimizer.global_clipnorm
-        or optimizer.gradient_accumulation_steps
     )
 
 

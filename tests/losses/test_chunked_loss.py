@@ -367,6 +367,76 @@ def test_loss_and_gradients_are_those_of_float64(reduction, xla):
         np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
 
 
+def slices_of_a_gradient(loss_of, labels, transposed, xla=False):
+    """The loss and gradients of a matrix of 512 features, whose gradient is
+    larger than the logits of a chunk."""
+    keras.utils.set_random_seed(0)
+    num_classes = int(np.max(labels)) + 1
+    shape = (num_classes, 512) if transposed else (512, num_classes)
+    hidden = tf.Variable(tf.random.normal((len(labels), 512)))
+    weight = tf.Variable(tf.random.normal(shape) / 20)
+    bias = tf.Variable(tf.random.normal((num_classes,)))
+    sources = [hidden, weight, bias]
+
+    @tf.function(jit_compile=xla)
+    def run():
+        with tf.GradientTape() as tape:
+            loss = loss_of(labels, *sources)
+        return loss, *tape.gradient(loss, sources)
+
+    run()
+    with kmem.memory.track("CPU") as usage:
+        before = kmem.memory.current("CPU")
+        results = run()
+    peak = usage.peak_bytes - before
+    return [each.numpy() for each in results], peak
+
+
+def plain_loss(transposed, dtype=tf.float64):
+    def compute(labels, hidden, weight, bias):
+        logits = tf.matmul(
+            *(tf.cast(x, dtype) for x in (hidden, weight)),
+            transpose_b=transposed,
+        )
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+            labels, logits + tf.cast(bias, dtype)
+        )
+        return tf.reduce_mean(losses)
+
+    return compute
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("xla", [False, True])
+def test_a_large_gradient_is_added_to_some_rows_at_a_time(transposed, xla):
+    # Three chunks, the last of them not full.
+    labels = np.arange(520) % 60
+    chunked = kmem.losses.LinearCrossEntropy(transposed=transposed)
+
+    got, _ = slices_of_a_gradient(chunked, labels, transposed, xla)
+
+    exact = plain_loss(transposed)
+    want, _ = slices_of_a_gradient(exact, labels, transposed)
+    for some, others in zip(got, want, strict=True):
+        scale = np.abs(others).max()
+        np.testing.assert_allclose(some, others, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_a_chunk_adds_to_a_large_gradient_takes_no_memory(transposed):
+    labels = np.arange(1024) * 7 % 2048
+    plain = plain_loss(transposed, tf.float32)
+    chunked = kmem.losses.LinearCrossEntropy(transposed=transposed)
+
+    _, whole = slices_of_a_gradient(plain, labels, transposed)
+    _, peak = slices_of_a_gradient(chunked, labels, transposed)
+
+    weight, logits = 4 * 512 * 2048, 4 * 1024 * 2048
+    assert whole > weight + logits
+    # A quarter of the logits twice, and the hidden states and their gradient.
+    assert peak < weight + logits / 2 + 3 * 4 * 1024 * 512 < whole
+
+
 def test_sixteen_bits_add_up_in_thirty_two():
     x, y = data()
     logs = []
