@@ -300,7 +300,7 @@ def _run(
             cut = []
             if num_slices > 1:
                 factors = (chunked[0][i], slopes)[:: 1 if form.axis else -1]
-                cut = [_with_product(sums[0], *factors, num_slices)]
+                cut = [_with_product(*factors, total=sums[0], count=num_slices)]
             rest = zip(sums[len(cut) :], addends, strict=True)
             sums = cut + [each + tf.cast(x, loss_dtype) for each, x in rest]
         return i + 1, total, columns, states, sums
@@ -318,7 +318,7 @@ def _run(
     return _Sums(total, losses, gradients, dtypes if gradients else []), found
 
 
-def _with_product(total, left, right, count: int):
+def _with_product(left, right, *, total, count: int):
     """Adds `transpose(left) @ right`, some of its rows after others."""
     bounds = [left.shape[-1] * i // count for i in range(count + 1)]
     for begin, end in itertools.pairwise(bounds):
