@@ -308,14 +308,15 @@ def _session(model, options: MemoryOptions, arguments):
         return Session.of(model, options)
     batch = pipeline.fit_batch(arguments)
     spec = batch and pipeline.graph_spec(arguments, batch)
+    reused = pipeline.keeps_traces(arguments)
     reserved = 0 if batch is None else pipeline.held_bytes(arguments, batch)
     if options.memory_budget is None:
         return planner.session_for(
-            model, options, batch, spec, reserved, verbose
+            model, options, batch, spec, reserved, verbose, reused
         )
     session = BudgetedSession.of(model, options, verbose)
     if batch is not None:
-        session.prepare(batch, spec, reserved)
+        session.prepare(batch, spec, reserved, reused)
         validation = pipeline.validation_batch(arguments)
         if validation is not None:
             examples = pipeline.first_examples(arguments, count=3)

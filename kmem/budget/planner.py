@@ -109,6 +109,7 @@ def session_for(
     spec: Any = None,
     reserved_bytes: int = 0,
     verbose: int = 0,
+    reused: bool = False,
 ) -> Session:
     """What trains by the plan that `options.remat` asks for: the one given,
     one of an earlier `fit` that still fits, or one made now.
@@ -118,10 +119,10 @@ def session_for(
         options: The options, with `remat`.
         batch: What all replicas get in a step, as `tf.TensorSpec`s, or `None`
             if that is not known.
-        spec: What the graph of `fit` knows of them; `None` if what is traced
-            for the plan may not be used.
+        spec: What the graph of `fit` knows of them, if not all.
         reserved_bytes: What the device holds besides, and does not yet.
         verbose: 1 shows progress.
+        reused: Whether what is traced for the plan may be used.
 
     Raises:
         ValueError: If the plan is for other batches, if none fits in the
@@ -154,7 +155,7 @@ def session_for(
             *(model, batch, options, "measured", verbose, reserved_bytes),
             *("remat", spec),
         )
-        if made is not None and spec is None:
+        if made is not None and not reused:
             made.trace_again()
         session = Session.of(model, options, plan, made)
         session.planned = asked, plan, in_use
@@ -219,7 +220,7 @@ def make_plan(
             *(remat.solver, costs, mode, in_order),
             *(type(getattr(model, "optimizer", None)), group.size),
             not updates.are_early(model, rest),
-            is_counted,
+            (is_counted, spec and batches.num_rows(spec) is None),
         )
     if model.compiled:
         # Its variables are in memory in every step.

@@ -129,19 +129,19 @@ class BudgetedSession:
         object.__setattr__(model, _SESSIONS, {options: session})
         return session
 
-    def prepare(self, batch, spec, reserved_bytes: int) -> None:
+    def prepare(self, batch, spec, reserved_bytes: int, reused: bool):
         """Chooses for `fit`, before its input pipeline runs beside.
 
         Args:
             batch: Its first batch, as `tf.TensorSpec`s.
-            spec: What its graph knows of all of them; `None` if the search's
-                traces may not be used.
+            spec: What its graph knows of all of them.
             reserved_bytes: What the device will hold besides.
+            reused: Whether the search's traces may be used.
         """
         if self._covering(batch) is None:
             self._spec = spec
             bucket = self._choose(batch, reserved_bytes)
-            if spec is None:
+            if not reused:
                 bucket.session.trace_again()
 
     def prepare_validation(self, batch, examples, reserved_bytes: int) -> None:

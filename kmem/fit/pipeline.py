@@ -140,19 +140,19 @@ def batch_rows(arguments: MutableMapping[str, Any]) -> int | None:
     return min(batch_size, int(total * share))
 
 
-def graph_spec(arguments: Mapping[str, Any], batch: Any) -> Any:
-    """What Keras's graph will know of the batches, of which one is given;
-    `None` where something else that a trace reads may change before the first
-    step: a layer's attributes in a callback, or whether summaries are written.
+def keeps_traces(arguments: Mapping[str, Any]) -> bool:
+    """Whether nothing that a trace reads may change before the first step: a
+    layer's attributes in a callback, or whether summaries are written."""
+    callbacks = keras.tree.flatten(arguments.get("callbacks") or [])
+    return not tf.summary.should_record_summaries() and all(
+        type(each) in _CHANGING_NO_STEP for each in callbacks
+    )
 
-    Where it is not sure it is any number of examples.
-    """
-    x, callbacks = arguments.get("x"), arguments.get("callbacks")
-    if tf.summary.should_record_summaries() or any(
-        type(each) not in _CHANGING_NO_STEP
-        for each in keras.tree.flatten(callbacks or [])
-    ):
-        return None
+
+def graph_spec(arguments: Mapping[str, Any], batch: Any) -> Any:
+    """What Keras's graph will know of the batches, of which one is given: any
+    number of examples where it is not sure."""
+    x = arguments.get("x")
     if isinstance(x, tf.data.Dataset):
         return x.element_spec
     rows, total = batches.num_rows(batch), batches.num_rows(x)

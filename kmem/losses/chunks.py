@@ -159,14 +159,13 @@ def tokens_in_chunk(
     num_tokens, num_features: int, num_classes: int, hidden_bytes: int
 ):
     """How many tokens a chunk has, so that its float32 logits are at most as
-    large as the hidden states or the weight's gradient; and how many there are.
+    large as hidden states, or the weight's gradient: a quarter of a large one.
 
     Args:
         num_tokens: An int64 scalar, or an int.
         hidden_bytes: Of one element of the hidden states.
     """
     as_hidden = num_tokens * (num_features * hidden_bytes) // (num_classes * 4)
-    # As a quarter of that gradient, if those are enough tokens.
     as_weight = min(num_features, max(num_features // 4, _ENOUGH_TOKENS))
     size = tf.maximum(as_hidden, max(1, as_weight))
     # As many chunks, of equal sizes but for less than a token each.
@@ -246,8 +245,7 @@ def _run(
     states, sums, num_slices = [], [], 1
     # Without a graph a sum is copied whole to change a part.
     if form.axis is not None and not tf.executing_eagerly():
-        as_logits = max(num_features // 4, _ENOUGH_TOKENS)
-        num_slices = max(1, _NUM_COPIES * (num_features // as_logits))
+        num_slices = _NUM_COPIES * min(4, num_features // _ENOUGH_TOKENS) or 1
     if differentiate:
         states = [
             tf.TensorArray(dtype, count, element_shape=[None, num_features])
