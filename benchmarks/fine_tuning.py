@@ -38,8 +38,15 @@ CASES = {
 STEPS = 4
 
 
-def build(mode, lora):
-    """A model; of a quantized one the embeddings stay as they are."""
+def gpt2(*sizes, tokens, dropout, optimizer, lora, mode=None):
+    """A model that trains; of a quantized one the embeddings stay as they are.
+
+    Args:
+        sizes: Words, layers, heads, features, and those within a block.
+        optimizer: Makes one of a learning rate.
+        lora: Whether there is LoRA, of rank 8.
+        mode: That of `quantize`, if any.
+    """
     import keras
     import keras_hub
 
@@ -47,7 +54,7 @@ def build(mode, lora):
 
     keras.utils.set_random_seed(0)
     backbone = keras_hub.models.GPT2Backbone(
-        *(WORDS, 8, 8, 512, 2048), dropout=0.0, max_sequence_length=TOKENS
+        *sizes, dropout=dropout, max_sequence_length=tokens
     )
     model = keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
     if mode:
@@ -56,16 +63,24 @@ def build(mode, lora):
     if lora:
         backbone.enable_lora(8)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(1e-4), loss)
+    model.compile(optimizer(1e-4), loss)
     return kmem.wrap(model)
 
 
 def measure(name):
     """Prints the trained weights, and bytes."""
+    import keras
     import numpy as np
 
     mode, lora, options = CASES[name]
-    model = build(mode, lora)
+    model = gpt2(
+        *(WORDS, 8, 8, 512, 2048),
+        tokens=TOKENS,
+        dropout=0.0,
+        optimizer=keras.optimizers.Adam,
+        lora=lora,
+        mode=mode,
+    )
     ids = np.random.default_rng(0).integers(0, WORDS, (ROWS, TOKENS))
     x = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
     step = meter()

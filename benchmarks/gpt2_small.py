@@ -15,6 +15,7 @@ import json
 import sys
 
 import table
+from fine_tuning import gpt2
 from measured_steps import meter
 
 WORDS, TOKENS = 50257, 1024
@@ -34,31 +35,22 @@ CASES = {
 STEPS = 3
 
 
-def build(optimizer, lora):
+def measure(name):
+    """Prints what is held, and peaks and times without and with a plan."""
     import keras
-    import keras_hub
+    import numpy as np
 
     import kmem
 
-    keras.utils.set_random_seed(0)
-    backbone = keras_hub.models.GPT2Backbone(
-        *(WORDS, 12, 12, 768, 3072), dropout=0.1, max_sequence_length=TOKENS
-    )
-    model = keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
-    if lora:
-        backbone.enable_lora(8)
-    kind = getattr(kmem.optimizers, optimizer, None) or keras.optimizers.AdamW
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(kind(1e-4), loss)
-    return kmem.wrap(model)
-
-
-def measure(name):
-    """Prints what is held, and peaks and times without and with a plan."""
-    import numpy as np
-
     optimizer, lora, options = CASES[name]
-    model = build(optimizer, lora)
+    kinds = {"AdamW": keras.optimizers.AdamW}
+    model = gpt2(
+        *(WORDS, 12, 12, 768, 3072),
+        tokens=TOKENS,
+        dropout=0.1,
+        optimizer=kinds.get(optimizer, kmem.optimizers.AdamW8bit),
+        lora=lora,
+    )
     ids = np.random.default_rng(0).integers(0, WORDS, (1, TOKENS))
     x = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
 
@@ -79,7 +71,7 @@ def measure(name):
 
     held, *plain = steps()
     try:
-        steps(remat="1MB")
+        steps(remat="1KB")
     except ValueError as error:
         least = error.smallest_bytes
     print(json.dumps([held, *plain, least, *steps(remat=least)[1:]]))
