@@ -193,6 +193,8 @@ USE_WEIGHT_DECAY = "_use_weight_decay"
 # What optimizers find a variable's own ones by. The same tests, and
 # optimizers/test_adamw8bit.py.
 INDEX = "_get_variable_index"
+# What makes the weights that decay smaller. step/test_updates.py
+DECAY = "_apply_weight_decay"
 # What optimizers with a step of their own around all variables override.
 ALL_STEPS = "_backend_update_step"
 # What adds gradients up over replicas, after each has clipped its own.

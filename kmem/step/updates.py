@@ -14,6 +14,8 @@ import keras
 import tensorflow as tf
 
 from kmem.base import patching
+from kmem.base import private_keras
+from kmem.base import private_tf
 from kmem.graph import fusion
 from kmem.graph.names import current_graph
 from kmem.graph.ordering import Order
@@ -114,14 +116,33 @@ def in_turn(
         if gradient is not None
         for op in fusion.known_before(fusion.maker(gradient))
     ]
+    # What makes each variable smaller, which Keras does of all at first.
+    decays: dict[int, list[tf.Operation]] = {}
+    index = getattr(optimizer, private_keras.INDEX)
 
-    def update_step(update, /, *args, **kwargs):
+    def traced(function, *args, **kwargs) -> list[tf.Operation]:
         num_before = len(graph.get_operations())
+        function(*args, **kwargs)
+        return graph.get_operations()[num_before:]
+
+    def decay(decay, variables):
+        for variable in variables:
+            decays[index(variable)] = traced(decay, [variable])
+
+    def update_step(update, gradient, variable, *args, **kwargs):
         with tf.control_dependencies(before):
-            update(*args, **kwargs)
-        new = graph.get_operations()[num_before:]
+            new = traced(update, gradient, variable, *args, **kwargs)
+        # Before that, a variable would be copied for who reads it still.
+        ready = fusion.known_before(fusion.maker(gradient))
+        for op in decays.get(index(variable), []):
+            if op.inputs:
+                private_tf.wait_for(op, before + ready)
         before[:] = [op for op in new if not op.outputs] or before
         if order is not None:
             order.finish(new)
 
-    return patching.method(optimizer, "update_step", update_step)
+    changes = {private_keras.DECAY: decay, "update_step": update_step}
+    return patching.together(
+        patching.method(optimizer, name, replacement)
+        for name, replacement in changes.items()
+    )
