@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -23,9 +24,7 @@ from kmem.budget.training import BudgetedSession
 from kmem.callbacks import EndOfGroup
 from kmem.callbacks import put_first
 from kmem.fit import pipeline
-from kmem.fit.requirements import check
-from kmem.fit.requirements import check_batch
-from kmem.fit.requirements import check_inference
+from kmem.fit import requirements
 from kmem.fit.session import Session
 from kmem.options import MemoryArguments
 from kmem.options import MemoryOptions
@@ -234,8 +233,7 @@ def wrap(model: keras.Model) -> Model:
     kmem.wrap(model).fit(x, y, batch_size=32, microbatches=4, verbose=0)
     ```
     """
-    is_model = isinstance(model, keras.Model)
-    must_be(is_model, model, "model", "a `keras.Model`")
+    must_be(isinstance(model, keras.Model), model, "model", "a `keras.Model`")
     wrapped: Any = model
     if _is_wrapped(model):
         return wrapped
@@ -254,9 +252,8 @@ def wrap(model: keras.Model) -> Model:
 
 
 def _is_wrapped(instance) -> bool:
-    return isinstance(instance, keras.Model) and hasattr(
-        instance, "memory_options"
-    )
+    is_model = isinstance(instance, keras.Model)
+    return is_model and hasattr(instance, "memory_options")
 
 
 def _wrapped_method(model, plain, method):
@@ -285,8 +282,8 @@ def _fit(model, own_fit, args, kwargs):
 
 def _fit_under(model, options: MemoryOptions, keras_fit, args, kwargs):
     bound = inspect.signature(keras_fit).bind(*args, **kwargs)
-    check(model, options)
-    check_batch(bound.arguments, options)
+    _check(model, options, lambda: pipeline.fit_batch(bound.arguments))
+    requirements.check_batch(bound.arguments, options)
     session = _session(model, options, bound.arguments)
     given = bound.arguments.get("callbacks")
     with put_first(given, EndOfGroup(session)) as callbacks:
@@ -299,6 +296,14 @@ def _fit_under(model, options: MemoryOptions, keras_fit, args, kwargs):
             raise
         session.remove()
     return history
+
+
+def _check(model, options: MemoryOptions, batch: Callable[[], Any]) -> None:
+    """Checks; what is to be cut into shards is built first, if it can be."""
+    if options.sharding is not None and model.compiled:
+        if not private_keras.is_built(model) and (specs := batch()) is not None:
+            planner.build(model, specs)
+    requirements.check(model, options)
 
 
 def _session(model, options: MemoryOptions, arguments):
@@ -339,17 +344,16 @@ def _train_on_batch_under(model, keras_train_on_batch, args, kwargs):
     asked, session = vars(model).get(_SESSION, (None, None))
     if asked != options or not session.trains():
         _end_train_on_batch(model)
-        check(model, options)
+        bound = inspect.signature(keras_train_on_batch).bind(*args, **kwargs)
+        data = map(bound.arguments.get, ("x", "y", "sample_weight"))
+        data = keras.utils.pack_x_y_sample_weight(*data)
+        batch = batches.specs_of(data, examples=True)
+        _check(model, options, lambda: batch)
         if options.memory_budget is not None:
             session = BudgetedSession.of(model, options)
         elif options.remat is None:
             session = Session.of(model, options)
         else:
-            given = inspect.signature(keras_train_on_batch)
-            given = given.bind(*args, **kwargs).arguments
-            names = ("x", "y", "sample_weight")
-            data = keras.utils.pack_x_y_sample_weight(*map(given.get, names))
-            batch = batches.specs_of(data, examples=True)
             session = planner.session_for(model, options, batch)
         session.install(test_step=False)
         object.__setattr__(model, _SESSION, (options, session))
@@ -361,15 +365,10 @@ def _evaluate(model, own_evaluate, args, kwargs):
     # `fit` has its own.
     if kwargs.get(private_keras.WITHIN_FIT):
         return own_evaluate(*args, **kwargs)
-    return _infer(model, "evaluate", "test", own_evaluate, args, kwargs)
+    return _infer("evaluate", "test", model, own_evaluate, args, kwargs)
 
 
-def _predict(model, own_predict, args, kwargs):
-    """A model's own `predict`, within a budget."""
-    return _infer(model, "predict", "predict", own_predict, args, kwargs)
-
-
-def _infer(model, name, kind, method, args, kwargs):
+def _infer(name, kind, model, method, args, kwargs):
     given = kwargs.pop("memory_budget", None)
     if given is None and model.memory_options:
         given = model.memory_options.memory_budget
@@ -379,13 +378,16 @@ def _infer(model, name, kind, method, args, kwargs):
 
     def infer(keras_method, args, kwargs):
         bound = inspect.signature(keras_method).bind(*args, **kwargs)
-        check_inference(model, options, bound.arguments)
+        requirements.check_inference(model, options, bound.arguments)
         verbose = _verbose(bound.arguments)
         inference = BudgetedInference.of(model, options, verbose)
         with inference.installed(kind):
             return keras_method(*args, **kwargs)
 
     return in_place_of_keras(model, name, method, infer, args, kwargs)
+
+
+_predict = functools.partial(_infer, "predict", "predict")
 
 
 def _verbose(arguments) -> int:

@@ -66,10 +66,11 @@ def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
 
 
 def is_built(model: keras.Model) -> bool:
-    """Whether a model has all variables. One without a `call`, of which a step
-    calls the parts, is not built itself. remat/test_own_steps.py"""
+    """Whether a model has all variables. What has no `build` of its own makes
+    none by itself: a model, or a layer that only others' `call` calls.
+    remat/test_own_steps.py"""
     return all(
-        layer.built or type(layer).call is keras.Model.call
+        layer.built or type(layer).build is keras.layers.Layer.build
         for layer in all_layers(model)
     )
 

@@ -72,6 +72,12 @@ class Cost:
     backward_workspace_bytes: int = 0
 
 
+def trained(call: Call) -> list[keras.Variable]:
+    """The weights of a call that get a gradient. Of a layer that is frozen,
+    layers inside may still have some, such as those of LoRA."""
+    return [v for v in getattr(call.operation, "variables", []) if v.trainable]
+
+
 def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
     """Traces a call with its gradient, and runs both.
 
@@ -86,8 +92,7 @@ def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
     """
     run, inputs = _of_tensors(call)
     results = [tf.TensorSpec(t.shape, t.dtype) for t in call.results]
-    trained = getattr(call.operation, "trainable_variables", [])
-    both = _Backward(run, [_of_one_replica(v.value) for v in trained])
+    both = _Backward(run, [_of_one_replica(v.value) for v in trained(call)])
     traced = both.trace(inputs, results)
     cost = both.cost
     if costs == "traced":

@@ -16,6 +16,7 @@ from kmem.base.sizes import format_size
 from kmem.keras_graph import costs as call_costs
 from kmem.keras_graph.costs import Cost
 from kmem.keras_graph.costs import Costs
+from kmem.keras_graph.costs import trained
 from kmem.keras_graph.recording import Call
 from kmem.keras_graph.recording import Recording
 from kmem.keras_graph.recording import record
@@ -275,7 +276,7 @@ def _shared(calls: list[Call]) -> tuple[tuple[int, ...], ...]:
     """For each parameter that several calls use, the calls' numbers."""
     users: dict[int, list[int]] = {}
     for index, call in enumerate(calls):
-        for variable in getattr(call.operation, "trainable_variables", []):
+        for variable in trained(call):
             users.setdefault(id(variable), []).append(index)
     several = {tuple(stages) for stages in users.values() if len(stages) > 1}
     return tuple(sorted(several))
@@ -306,7 +307,12 @@ def signature(call: Call) -> str:
         address = operation is not None and f"layer at {id(operation):#x}"
         described = getattr(operation, "__qualname__", address)
     kind = type(operation).__name__
-    return repr((kind, described, leaves, call.operations))
+    # A description does not tell what is frozen within.
+    weights = [
+        (tuple(v.shape), v.dtype, v.trainable)
+        for v in getattr(operation, "variables", [])
+    ]
+    return repr((kind, described, weights, leaves, call.operations))
 
 
 def distinct(values) -> tuple[int, ...]:
