@@ -110,6 +110,43 @@ def test_an_embedding_keeps_indices_and_gives_them_no_gradient():
     assert found.parameter_bytes == 10 * 4 * 4
 
 
+class Outer(layers.Layer):
+    """A frozen layer, within which one may be trained: LoRA leaves it so."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(WIDTH)
+
+    def build(self, shape):
+        self.inner.build(shape)
+        self.trainable = False
+
+    def call(self, x):
+        return self.inner(x)
+
+
+def test_what_is_trained_within_a_frozen_layer_has_a_gradient():
+    outer = Outer()
+    outer.build((None, WIDTH))
+    outer.inner.trainable = True
+
+    found = cost(outer)
+
+    assert not outer.trainable
+    assert found.gradient_bytes == (WIDTH * WIDTH + WIDTH) * 4
+    assert found.kept_inputs == (0,)
+
+
+def test_calls_that_train_other_weights_cost_other_than_one_another():
+    inputs = keras.Input((WIDTH,))
+    model = keras.Model(inputs, Outer()(Outer()(inputs)))
+    model.layers[2].inner.trainable = True
+
+    first, second, *_ = record_batch(model, tf.TensorSpec((ROWS, WIDTH))).calls
+
+    assert signature(first) != signature(second)
+
+
 def test_an_unrolled_lstm_keeps_what_its_steps_make():
     length = 3
     found = cost(layers.LSTM(WIDTH, unroll=True), (length, WIDTH))
