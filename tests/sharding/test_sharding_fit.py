@@ -301,12 +301,6 @@ def _overwritten():
     return model
 
 
-def _unbuilt():
-    model = keras.Sequential([keras.layers.Dense(3)])
-    model.compile("sgd", "mse")
-    return model
-
-
 def _constrained():
     return cases.constraints()[0]
 
@@ -334,7 +328,6 @@ def _replicated():
         (_overwritten, {}, "overwrite_with_gradient=True"),
         (_compiled(jit_compile=True), {}, "jit_compile=True"),
         (_constrained, {}, "which `NonNeg` does"),
-        (_unbuilt, {}, "a model that is built"),
         (_replicated, {}, "MirroredStrategy"),
         (_spectral, {"sharding": "full"}, 'use `sharding="optimizer"`'),
         (_spectral, {"sharding": "gradients"}, 'use `sharding="optimizer"`'),
@@ -357,6 +350,36 @@ def test_what_cannot_be_sharded_is_refused(make, options, message):
         fit(model, cases.regression(), **options)
 
     assert not any(isinstance(v, ShardedVariable) for v in model.weights)
+
+
+def _unbuilt():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(3)])
+    model.compile("adam", "mse")
+    return kmem.wrap(model)
+
+
+@pytest.mark.parametrize("way", ["fit", "train_on_batch"])
+def test_a_model_is_built_of_its_first_batch(way):
+    def weights(sharding):
+        model, data = _unbuilt(), cases.regression()
+        if way == "fit":
+            fit(model, data, sharding=sharding)
+        else:
+            options = sharding and kmem.MemoryOptions(sharding=sharding)
+            model.memory_options = options
+            model.train_on_batch(**data)
+        return model.get_weights()
+
+    for plain, in_shards in zip(weights(None), weights("full"), strict=True):
+        np.testing.assert_allclose(in_shards, plain, atol=1e-6)
+
+
+def test_a_model_whose_batches_are_not_known_is_refused_unless_it_is_built():
+    callback = kmem.callbacks.MemoryOptions(sharding="full")
+
+    with pytest.raises(ValueError, match="a model that is built"):
+        fit(_unbuilt(), cases.regression(), sharding=None, callbacks=[callback])
 
 
 def test_keras_distribution_is_refused():

@@ -8,7 +8,6 @@ _PARTS = ("microbatches", "gradient_accumulation_steps")
 
 # The words with which an option refuses a use, before anything is trained.
 REFUSED: dict[tuple[str, str], str] = {
-    ("subclassed", "sharding"): "`sharding` needs a model that is built",
     ("spectral_normalization", "sharding"): (
         "cannot train one that assigns them in its `call`"
     ),
