@@ -81,6 +81,12 @@ def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
     return layer._trainable_variables
 
 
+def own_state(layer: keras.layers.Layer) -> list:
+    """What a layer itself keeps besides weights to train: statistics, and the
+    seeds of random numbers. step/test_steps_that_compare.py"""
+    return layer._non_trainable_variables + layer._seed_generators
+
+
 def own_losses(layer: keras.layers.Layer) -> list:
     """The list in which a layer keeps its losses. remat/test_remat.py"""
     return layer._losses

@@ -5,7 +5,8 @@ such as `keras.losses.Dice()` or `Circle` makes of all examples cannot, nor a
 sum made by hand. A loss does not say which it is, so it is tried: on a few
 random examples, together and in two parts. So is a whole step with a loss that
 is made by hand, or a layer that may mix examples. What this module does not do:
-tell what layers mix in training alone, or a loss that random numbers change.
+tell what layers mix that keep statistics or draw random numbers in training, or
+a loss that random numbers change.
 """
 
 import contextlib
@@ -81,10 +82,15 @@ def names(model, loss: Loss, take_step: Callable, specs) -> list[str]:
         return loss.comparing
     # A trace would leave symbolic tensors with what was made to run eagerly.
     is_one = tf.distribute.get_strategy().num_replicas_in_sync == 1
-    if is_one and not model.run_eagerly:
-        if _differs(model, loss, take_step, specs):
-            return [f"the loss of {model.name}"]
-    return []
+    if not is_one or model.run_eagerly:
+        return []
+    layers = private_keras.all_layers(model)
+    # What differs by itself in training rests, or all if that tells nothing.
+    for resting in (filter(private_keras.own_state, layers), layers):
+        differs = _differs(model, loss, take_step, specs, list(resting))
+        if differs is not None:
+            break
+    return [f"the loss of {model.name}"] if differs else []
 
 
 def _may_mix(model) -> bool:
@@ -127,9 +133,11 @@ def check_masks(model, denominators: list, weights: list) -> None:
     )
 
 
-def _differs(model, loss: Loss, take_step: Callable, specs) -> bool | None:
-    """Whether a batch's loss is another than that of its parts, but for what
-    layers do in training alone; `None` if that is not known."""
+def _differs(
+    model, loss: Loss, take_step: Callable, specs, resting: list
+) -> bool | None:
+    """Whether a batch's loss is another than that of its parts, where some
+    layers do what they do in inference; `None` if that is not known."""
     layers = private_keras.all_layers(model)
     is_coarse = any("16" in str(layer.compute_dtype) for layer in layers)
     tolerance = _ROUNDING_OF_16_BITS if is_coarse else _ROUNDING
@@ -141,7 +149,7 @@ def _differs(model, loss: Loss, take_step: Callable, specs) -> bool | None:
         with (
             capture.DiscardedState(),
             recording(terms, layers),
-            _at_rest(layers),
+            _at_rest(resting),
             tf.summary.record_if(False),
         ):
             update = batches.of_leaves(take_step, specs)(*rows)

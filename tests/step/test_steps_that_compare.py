@@ -181,7 +181,22 @@ class Chooses(layers.Layer):
         return x * keras.random.uniform(ops.shape(x)) if training else x
 
 
+class Balanced(layers.Layer):
+    """Adds a loss in training, as the routers of mixtures of experts do."""
+
+    def call(self, x, training=False):
+        if training:
+            share = ops.mean(ops.softmax(x), axis=0)
+            self.add_loss(ops.sum(ops.square(share)))
+        return x
+
+
 LAYERS = {
+    "a loss of training": (Balanced, True),
+    "a loss of training beside dropout": (
+        lambda: keras.Sequential([layers.Dropout(0.5), Balanced()]),
+        True,
+    ),
     "a mean that is added": (lambda: Penalized(ops.mean), False),
     "a sum that is added": (lambda: Penalized(ops.sum), True),
     "of one's own": (Centred, True),
