@@ -65,14 +65,14 @@ def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return layer._flatten_layers()
 
 
-def is_built(model: keras.Model) -> bool:
-    """Whether a model has all variables. What has no `build` of its own makes
-    none by itself: a model, or a layer that only others' `call` calls.
-    remat/test_own_steps.py"""
-    return all(
-        layer.built or type(layer).build is keras.layers.Layer.build
-        for layer in all_layers(model)
-    )
+def is_built(layer: keras.layers.Layer) -> bool:
+    """Whether a layer, or a model, has all its variables. What has no `build`
+    of its own makes none by itself; what has one makes those of the layers
+    inside, as far as it calls them. remat/test_own_steps.py"""
+    if type(layer).build is not keras.layers.Layer.build:
+        return layer.built
+    inside = layer._flatten_layers(recursive=False, include_self=False)
+    return all(map(is_built, inside))
 
 
 def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:

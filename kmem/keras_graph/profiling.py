@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from kmem.base import private_tf
 from kmem.base.checks import must_be
-from kmem.base.private_keras import all_layers
 from kmem.base.private_keras import is_built
 from kmem.base.sizes import format_size
 from kmem.keras_graph import costs as call_costs
@@ -148,7 +147,7 @@ def record_batch(model: keras.Model, batch: Any) -> Recording:
 def checked_specs(model: keras.Model, batch: Any) -> Any:
     """The shapes of a batch of which a model can be traced."""
     # A step of its own may call all that is inside, and never the model.
-    inside = has_own_step(model) and all(map(is_built, all_layers(model)[1:]))
+    inside = has_own_step(model) and all(map(is_built, model.layers))
     if not (inside or is_built(model)):
         raise ValueError(
             "The model must be built: call it, or `model.build()`, first. "
