@@ -267,10 +267,6 @@ class Usage:
             return self._final[1]
         return native.stats(self.number).in_use
 
-    def _close(self) -> None:
-        self._final = (self.peak_bytes, self.end_bytes)
-        native.allocator().kmem_close_watermark(self.number, self._mark)
-
 
 @contextlib.contextmanager
 def track(device: str | None = None) -> Iterator[Usage]:
@@ -303,7 +299,8 @@ def track(device: str | None = None) -> Iterator[Usage]:
     try:
         yield usage
     finally:
-        usage._close()
+        usage._final = usage.peak_bytes, usage.end_bytes
+        native.allocator().kmem_close_watermark(usage.number, usage._mark)
 
 
 def capacity(device: str | None = None) -> int:

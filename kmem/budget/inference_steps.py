@@ -154,7 +154,8 @@ class InferenceSteps:
             run = releasing.function(run, input_signature=specs)
 
         def call(batch):
-            return run(*map(_tensor, batches.leaves(batch), specs))
+            # `test_on_batch` gives NumPy arrays.
+            return run(*map(batches.as_tensor, batches.leaves(batch), specs))
 
         return call
 
@@ -266,13 +267,6 @@ def joined(parts: list) -> Any:
         ),
         *parts,
     )
-
-
-def _tensor(leaf: Any, spec: tf.TensorSpec) -> tf.Tensor:
-    """`test_on_batch` gives NumPy arrays."""
-    if tf.is_tensor(leaf):
-        return leaf
-    return tf.convert_to_tensor(leaf, spec.dtype)
 
 
 def _in_host_memory(outputs: Any) -> Any:

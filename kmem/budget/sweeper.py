@@ -355,9 +355,7 @@ def _tensors(data: Any) -> list:
 
 
 def _tensor(leaf) -> tf.Tensor | None:
-    if leaf is None or tf.is_tensor(leaf):
-        return leaf
-    return tf.convert_to_tensor(leaf, batches.specs_of(leaf).dtype)
+    return batches.as_tensor(leaf, batches.specs_of(leaf))
 
 
 def _room(data: list, held_bytes: int) -> tf.Tensor:

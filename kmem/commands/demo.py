@@ -115,9 +115,12 @@ def run(args: argparse.Namespace) -> int:
     # Before the first TensorFlow operation, and compiled first if need be.
     native.allocator()
     import tensorflow as tf
+    from sklearn.datasets import load_digits
 
     tf.config.set_visible_devices([], "GPU")
-    data = _digits()
+    digits: Any = load_digits()
+    images = digits.images[:NUM_EXAMPLES, ..., None].astype("float32") / 16
+    data = images, digits.target[:NUM_EXAMPLES]
     print(
         f"A ConvNet on {NUM_EXAMPLES} handwritten digits in batches of "
         f"{BATCH_SIZE}, on a CPU that is limited to {_megabytes(LIMIT_BYTES)}:"
@@ -134,15 +137,6 @@ def run(args: argparse.Namespace) -> int:
     _draw(results, args.output)
     print(f"The memory of each run is drawn in {args.output}")
     return 1 if problems else 0
-
-
-def _digits() -> "tuple[np.ndarray, np.ndarray]":
-    from sklearn.datasets import load_digits
-
-    data: Any = load_digits(return_X_y=True)
-    images, labels = data
-    images = images.reshape(-1, 8, 8, 1).astype("float32") / 16
-    return images[:NUM_EXAMPLES], labels[:NUM_EXAMPLES]
 
 
 def _model() -> "keras.Model":

@@ -335,7 +335,8 @@ class Session:
         for each in reversed(self._mechanisms):
             take = functools.partial(each.take, take)
         with tf.variable_creator_scope(_made_at_once):
-            logs = take(keras.tree.map_structure(_as_tensor, data))
+            # `train_on_batch` in eager mode hands NumPy arrays to the step.
+            logs = take(keras.tree.map_structure(batches.as_tensor, data))
         releasing.forget_gradients()
         self.changes.look()
         if self._is_users and not self._is_traced:
@@ -384,13 +385,6 @@ def compiled_state(model) -> tuple:
         model.steps_per_execution,
         model.train_step,
     )
-
-
-def _as_tensor(leaf):
-    """`train_on_batch` in eager mode hands NumPy arrays to the step."""
-    if leaf is None or tf.is_tensor(leaf):
-        return leaf
-    return tf.convert_to_tensor(leaf)
 
 
 def _as_value(leaf):

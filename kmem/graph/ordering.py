@@ -114,7 +114,9 @@ def hold_back(
             for op in stage
             if op in late
             and not is_unordered(op)
-            and _takes_memory(op)
+            # No constant, and more than shapes.
+            and op.inputs
+            and not all(t.dtype.is_integer for t in op.outputs)
             and not fusion.is_of_bias(op)
             and not (op in weight_gradients and fusion.is_joined_later(op))
         ]
@@ -369,8 +371,3 @@ def _is_large(op: tf.Operation) -> bool:
         not shape.is_fully_defined() or shape.num_elements() >= _LARGE
         for shape in shapes
     )
-
-
-def _takes_memory(op: tf.Operation) -> bool:
-    """Whether it is no constant, and computes more than shapes."""
-    return bool(op.inputs) and not all(t.dtype.is_integer for t in op.outputs)

@@ -147,7 +147,9 @@ class _Renewal:
             self._replace(op, list(op.inputs))
         elif op.type == "AddN" and not are_small and _is_by_itself(op):
             # TensorFlow's graph optimizer sorts them by name.
-            addends = sorted(op.inputs, key=_name)
+            addends = sorted(
+                op.inputs, key=lambda t: t.op.name.removesuffix(_ONCE)
+            )
             self._replace(op, addends)
 
     def _replace(self, op: tf.Operation, arguments: list[tf.Tensor]) -> None:
@@ -187,10 +189,6 @@ class _Renewal:
             private_tf.release_from(waiting, op)
             private_tf.wait_for(waiting, [total.op])
         return total
-
-
-def _name(tensor: tf.Tensor) -> str:
-    return tensor.op.name.removesuffix(_ONCE)
 
 
 def _is_by_itself(addition: tf.Operation) -> bool:

@@ -146,9 +146,7 @@ def record_batch(model: keras.Model, batch: Any) -> Recording:
 
 def checked_specs(model: keras.Model, batch: Any) -> Any:
     """The shapes of a batch of which a model can be traced."""
-    # A step of its own may call all that is inside, and never the model.
-    inside = has_own_step(model) and all(map(is_built, model.layers))
-    if not (inside or is_built(model)):
+    if not is_built(model):
         raise ValueError(
             "The model must be built: call it, or `model.build()`, first. "
             f"Received: model={model.name}"

@@ -133,8 +133,14 @@ class Cluster:
 
 
 def _join_slurm(environment: MutableMapping[str, str]) -> None:
-    hosts = _expand_hosts(environment["SLURM_STEP_NODELIST"])
-    counts = _expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
+    # Such as "a[08-10,12],b".
+    nodes = environment["SLURM_STEP_NODELIST"]
+    patterns = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    hosts = [host for each in patterns for host in _expanded(each)]
+    # "2(x3),1" is 2, 2, 2 and 1.
+    tasks_per_node = environment["SLURM_STEP_TASKS_PER_NODE"]
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node)
+    counts = [int(n) for n, times in groups for _ in range(int(times or 1))]
     rank = _integer(environment, "SLURM_PROCID")
     node = _integer(environment, "SLURM_NODEID")
     local = _integer(environment, "SLURM_LOCALID")
@@ -172,15 +178,8 @@ def _integer(environment: MutableMapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _expand_hosts(text: str) -> list[str]:
-    """`"a[08-10,12],b"` is a08, a09, a10, a12 and b."""
-    hosts = []
-    for pattern in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        hosts += _expand_pattern(pattern)
-    return hosts
-
-
-def _expand_pattern(pattern: str) -> list[str]:
+def _expanded(pattern: str) -> list[str]:
+    """`"a[08-10,12]"` is a08, a09, a10 and a12."""
     match = re.search(r"\[([^\]]*)\]", pattern)
     if match is None:
         return [pattern]
@@ -189,12 +188,6 @@ def _expand_pattern(pattern: str) -> list[str]:
         first, _, last = part.partition("-")
         for number in range(int(first), int(last or first) + 1):
             name = f"{number:0{len(first)}d}"
-            rest = _expand_pattern(pattern[match.end() :])
+            rest = _expanded(pattern[match.end() :])
             expanded += [pattern[: match.start()] + name + x for x in rest]
     return expanded
-
-
-def _expand_counts(text: str) -> list[int]:
-    """`"2(x3),1"` is 2, 2, 2 and 1."""
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(n) for n, times in groups for _ in range(int(times or 1))]

@@ -49,7 +49,9 @@ def perform(task: dict, report: Connection, is_alone: bool) -> int:
         if "script" in task:
             _run_script(task["script"], task["arguments"])
         else:
-            report.send(("returned", _call(task)))
+            spawn.prepare(task["preparation"])
+            result = pickle.loads(task["function"])()
+            report.send(("returned", pickle.dumps(result)))
         return 0
     except KeyboardInterrupt:
         # The launcher's own: everyone knows of it.
@@ -97,12 +99,6 @@ def _run_script(path: str, arguments: list[str]) -> None:
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec")
     exec(code, vars(module))
-
-
-def _call(task: dict) -> bytes:
-    spawn.prepare(task["preparation"])
-    function = pickle.loads(task["function"])
-    return pickle.dumps(function())
 
 
 def _enter(namespace: int) -> None:

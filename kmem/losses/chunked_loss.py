@@ -159,7 +159,9 @@ class ChunkedLoss(Mechanism):
         predictions = _only(y_pred)
         model, head = self._model, self._head
         compiled = private_keras.compiled_loss(model)
-        spec = _map(_spec, y_pred)
+        spec = _map(
+            lambda p: keras.KerasTensor(tuple(p.shape), p.dtype), y_pred
+        )
         if not compiled.built:
             compiled.build(y_true, spec)
         (loss,) = private_keras.losses_of(compiled)
@@ -357,10 +359,6 @@ def _only(y_pred) -> Predictions:
             f"predictions, as they are. Received: y_pred={y_pred}"
         )
     return predictions
-
-
-def _spec(predictions: Predictions) -> keras.KerasTensor:
-    return keras.KerasTensor(tuple(predictions.shape), predictions.dtype)
 
 
 def _hidden(predictions: Predictions) -> tf.Tensor:

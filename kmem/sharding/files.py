@@ -194,7 +194,7 @@ def plain(position: dict) -> dict:
         ValueError: If it would be read as another one.
     """
     try:
-        as_read = json.loads(json.dumps(position, default=_number))
+        as_read = json.loads(json.dumps(position, default=np.generic.item))
         is_same = isinstance(position, dict) and as_read == position
     except (TypeError, ValueError, RecursionError):
         is_same = False
@@ -228,9 +228,3 @@ def _numbers(path: str) -> tuple[tuple[int, ...], ...]:
     return tuple(
         tuple(map(int, counts.split("_")[1:])) for counts in _WORD.findall(path)
     )
-
-
-def _number(value: object) -> int | float:
-    if not isinstance(value, np.generic):
-        raise TypeError
-    return value.item()

@@ -225,7 +225,11 @@ def gathered(
         own = [values[i] for i in positions]
         cuts = [layouts[i] for i in positions]
         call = f"{name}/{positions[0]}"
-        with tf.control_dependencies(_symbolic(after)):
+        # Those of the graph that is traced.
+        graph = current_graph()
+        symbolic = filter(tf.is_symbolic_tensor, after)
+        before = [tensor for tensor in symbolic if tensor.graph is graph]
+        with tf.control_dependencies(before):
             read = [_read(shards[i], values[i]) for i in positions]
             sent = tf.concat(read, axis=-1)
             sent = tf.cast(sent, travel.gather_dtype or own[0].dtype)
@@ -285,12 +289,6 @@ def _scattered(engine, layouts, gradients, name, travel) -> list[tf.Tensor]:
     sent = tf.cast(tf.concat(rows, axis=-1), travel.reduce_dtype or dtype)
     shard = tf.cast(engine.reduce_scatter(sent, f"{name}/scatter"), dtype)
     return _split(shard, layouts)
-
-
-def _symbolic(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Those of the graph that is traced."""
-    graph = current_graph()
-    return [t for t in tensors if tf.is_symbolic_tensor(t) and t.graph is graph]
 
 
 def _split(joined: tf.Tensor, layouts) -> list[tf.Tensor]:

@@ -80,6 +80,13 @@ def specs_of(data, examples: bool = False) -> Any:
     return keras.tree.lists_to_tuples(specs)
 
 
+def as_tensor(leaf, spec: tf.TensorSpec | None = None) -> tf.Tensor | None:
+    """A tensor, or `None`, as it is; of an array, one of a spec's dtype."""
+    if leaf is None or tf.is_tensor(leaf):
+        return leaf
+    return tf.convert_to_tensor(leaf, spec and spec.dtype)
+
+
 def part_of(batch, count: int) -> Any:
     """The largest of `count` parts of a batch."""
     rows = num_rows(batch)

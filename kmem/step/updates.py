@@ -141,8 +141,6 @@ def in_turn(
         if order is not None:
             order.finish(new)
 
-    changes = {private_keras.DECAY: decay, "update_step": update_step}
-    return patching.together(
-        patching.method(optimizer, name, replacement)
-        for name, replacement in changes.items()
-    )
+    decaying = patching.method(optimizer, private_keras.DECAY, decay)
+    updating = patching.method(optimizer, "update_step", update_step)
+    return patching.together((decaying, updating))
