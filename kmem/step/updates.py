@@ -116,7 +116,7 @@ def in_turn(
         if gradient is not None
         for op in fusion.known_before(fusion.maker(gradient))
     ]
-    # What makes each variable smaller, which Keras does of all at first.
+    # By variable what makes it smaller, if it decays: Keras begins with that.
     decays: dict[int, list[tf.Operation]] = {}
     index = getattr(optimizer, private_keras.INDEX)
 
@@ -125,14 +125,14 @@ def in_turn(
         function(*args, **kwargs)
         return graph.get_operations()[num_before:]
 
-    def decay(decay, variables):
+    def decay(plain, variables):
         for variable in variables:
-            decays[index(variable)] = traced(decay, [variable])
+            decays[index(variable)] = traced(plain, [variable])
 
     def update_step(update, gradient, variable, *args, **kwargs):
         with tf.control_dependencies(before):
             new = traced(update, gradient, variable, *args, **kwargs)
-        # Before that, a variable would be copied for who reads it still.
+        # Before that the backward pass reads it, and it would be copied.
         ready = fusion.known_before(fusion.maker(gradient))
         for op in decays.get(index(variable), []):
             if op.inputs:
