@@ -95,7 +95,13 @@ def test_tasks_of_slurm_have_one_list_of_addresses():
     ],
 )
 def test_lists_of_hosts_are_expanded(text, hosts):
-    assert cluster._expand_hosts(text) == hosts
+    count = len(hosts)
+    environment = slurm(0, 0, 0, text, f"2(x{count})", 2 * count)
+
+    assert cluster.join(environment)
+
+    workers = json.loads(environment["TF_CONFIG"])["cluster"]["worker"]
+    assert [each.rsplit(":", 1)[0] for each in workers[::2]] == hosts
 
 
 def test_tasks_that_are_not_in_blocks_are_refused():
