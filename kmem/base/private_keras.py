@@ -67,8 +67,7 @@ def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
 
 def is_built(layer: keras.layers.Layer) -> bool:
     """Whether a layer, or a model, has all its variables. What has no `build`
-    of its own makes none by itself; what has one makes those of the layers
-    inside, as far as it calls them. remat/test_own_steps.py"""
+    of its own makes none; others make those inside. remat/test_own_steps.py"""
     if type(layer).build is not keras.layers.Layer.build:
         return layer.built
     inside = layer._flatten_layers(recursive=False, include_self=False)
@@ -82,8 +81,7 @@ def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
 
 
 def own_state(layer: keras.layers.Layer) -> list:
-    """What a layer itself keeps besides weights to train: statistics, and the
-    seeds of random numbers. step/test_steps_that_compare.py"""
+    """A layer's own statistics and seeds. step/test_steps_that_compare.py"""
     return layer._non_trainable_variables + layer._seed_generators
 
 

@@ -325,6 +325,9 @@ def build(model: keras.Model, batch) -> None:
         releasing.function(model.train_step).get_concrete_function(batch)
         return
     x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
+    # Others, such as ragged ones, are refused where sizes are needed.
+    if not all(leaf.shape.is_fully_defined() for leaf in batches.leaves(x)):
+        return
     data = batches.random_data(batches.part_of(x, batches.num_rows(x) or 1))
     with model.distribute_strategy.scope(), DiscardedState():
         model(data)

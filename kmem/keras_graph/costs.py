@@ -73,8 +73,7 @@ class Cost:
 
 
 def trained(call: Call) -> list[keras.Variable]:
-    """The weights of a call that get a gradient. Of a layer that is frozen,
-    layers inside may still have some, such as those of LoRA."""
+    """A call's weights with a gradient, also those inside a frozen layer."""
     return [v for v in getattr(call.operation, "variables", []) if v.trainable]
 
 

@@ -36,7 +36,7 @@ LISTED: list[Listed] = [
         "trainers/trainer_test.py::TestTrainer::test_fit_sparse_*",
         says="False is not true",
         why="the test wants a sparse gradient; those of parts are added up",
-        sets=(*_MICROBATCHES, *_ACCUMULATION),
+        sets=(*_MICROBATCHES, *_ACCUMULATION, "sharding"),
     ),
     *(
         Listed(

@@ -380,6 +380,9 @@ def test_a_model_whose_batches_are_not_known_is_refused_unless_it_is_built():
 
     with pytest.raises(ValueError, match="a model that is built"):
         fit(_unbuilt(), cases.regression(), sharding=None, callbacks=[callback])
+    ragged = tf.ragged.constant([[1.0], [1.0, 2.0]])
+    with pytest.raises(ValueError, match="a model that is built"):
+        fit(_unbuilt(), {"x": ragged, "y": tf.zeros([2, 3])})
 
 
 def test_keras_distribution_is_refused():
