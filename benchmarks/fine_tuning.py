@@ -67,10 +67,27 @@ def gpt2(*sizes, tokens, dropout, optimizer, lora, mode=None):
     return kmem.wrap(model)
 
 
+def steps_of(model, words, rows, tokens, epochs, **options):
+    """Trains on a batch of random words; what was met."""
+    import numpy as np
+
+    ids = np.random.default_rng(0).integers(0, words, (rows, tokens))
+    x = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    step = meter()
+    model.fit(
+        *(x, ids),
+        batch_size=rows,
+        epochs=epochs,
+        verbose=0,
+        callbacks=[step],
+        **options,
+    )
+    return step
+
+
 def measure(name):
     """Prints the trained weights, and bytes."""
     import keras
-    import numpy as np
 
     mode, lora, options = CASES[name]
     model = gpt2(
@@ -81,17 +98,7 @@ def measure(name):
         lora=lora,
         mode=mode,
     )
-    ids = np.random.default_rng(0).integers(0, WORDS, (ROWS, TOKENS))
-    x = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
-    step = meter()
-    model.fit(
-        *(x, ids),
-        batch_size=ROWS,
-        epochs=STEPS,
-        verbose=0,
-        callbacks=[step],
-        **options,
-    )
+    step = steps_of(model, WORDS, ROWS, TOKENS, STEPS, **options)
     trained = sum(v.numpy().size for v in model.trainable_variables)
     held, peak = step.held_bytes[-1], max(step.peak_bytes[1:])
     print(json.dumps([trained, held, peak]))

@@ -16,7 +16,7 @@ import sys
 
 import table
 from fine_tuning import gpt2
-from measured_steps import meter
+from fine_tuning import steps_of
 
 WORDS, TOKENS = 50257, 1024
 HALF = {"mixed_precision": "bfloat16"}
@@ -38,7 +38,6 @@ STEPS = 3
 def measure(name):
     """Prints what is held, and peaks and times without and with a plan."""
     import keras
-    import numpy as np
 
     import kmem
 
@@ -51,20 +50,9 @@ def measure(name):
         optimizer=kinds.get(optimizer, kmem.optimizers.AdamW8bit),
         lora=lora,
     )
-    ids = np.random.default_rng(0).integers(0, WORDS, (1, TOKENS))
-    x = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
 
     def steps(**more):
-        step = meter()
-        model.fit(
-            *(x, ids),
-            batch_size=1,
-            epochs=STEPS,
-            verbose=0,
-            callbacks=[step],
-            **options,
-            **more,
-        )
+        step = steps_of(model, WORDS, 1, TOKENS, STEPS, **options, **more)
         # The first one traces.
         peak = max(step.peak_bytes[1:])
         return step.held_bytes[-1], peak, min(step.seconds[1:])

@@ -347,14 +347,14 @@ def _train_on_batch_under(model, keras_train_on_batch, args, kwargs):
         bound = inspect.signature(keras_train_on_batch).bind(*args, **kwargs)
         data = map(bound.arguments.get, ("x", "y", "sample_weight"))
         data = keras.utils.pack_x_y_sample_weight(*data)
-        batch = batches.specs_of(data, examples=True)
-        _check(model, options, lambda: batch)
+        batch = functools.partial(batches.specs_of, data, examples=True)
+        _check(model, options, batch)
         if options.memory_budget is not None:
             session = BudgetedSession.of(model, options)
         elif options.remat is None:
             session = Session.of(model, options)
         else:
-            session = planner.session_for(model, options, batch)
+            session = planner.session_for(model, options, batch())
         session.install(test_step=False)
         object.__setattr__(model, _SESSION, (options, session))
     return keras_train_on_batch(*args, **kwargs)

@@ -309,6 +309,7 @@ def model_key(model: Any, drawing: Drawing, size: int) -> str:
         config.pop(name, None)
     key = (
         applying.structure(recording),
+        [(v.shape, v.dtype, v.trainable) for v in model.variables],
         type(model.optimizer).__name__,
         sorted(config.items()),
         *(profiling.mode(model), model.steps_per_execution),

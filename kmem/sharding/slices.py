@@ -105,10 +105,7 @@ class Slices(Alone):
         ]
         if not self._later:
             sums = self._cut(sums, variables)
-        return [
-            tf.cast(tf.cast(tensor, tf.float64) / batch.copies, tensor.dtype)
-            for tensor in sums
-        ]
+        return [_divided(tensor, batch.copies) for tensor in sums]
 
     def add_up_group(self, gradients, variables):
         return self._cut(gradients, variables) if self._later else gradients
@@ -268,6 +265,12 @@ def _turn(model, step: int) -> None:
             value = variable.numpy().astype(np.int64)
             value[0] += step
             variable.assign(value.astype(variable.dtype))
+
+
+def _divided(tensor, copies):
+    if tensor.dtype.is_integer:
+        return tf.cast(tf.cast(tensor, tf.float64) / copies, tensor.dtype)
+    return tensor / tf.cast(copies, tensor.dtype)
 
 
 def _checksums(data) -> list[tf.Tensor]:

@@ -5,8 +5,7 @@ such as `keras.losses.Dice()` or `Circle` makes of all examples cannot, nor a
 sum made by hand. A loss does not say which it is, so it is tried: on a few
 random examples, together and in two parts. So is a whole step with a loss that
 is made by hand, or a layer that may mix examples. What this module does not do:
-tell what layers mix that keep statistics or draw random numbers in training, or
-a loss that random numbers change.
+tell what layers with statistics mix, or what random numbers change.
 """
 
 import contextlib
