@@ -142,7 +142,11 @@ class _Renewal:
             return
         are_small = _are_small(op, repeated)
         if op.type in _PAIRWISE and are_small:
-            self._sources[op.outputs[0].ref()] = self._anew(op, list(op.inputs))
+            (result,) = op.outputs
+            self._sources[result.ref()] = self._anew(op, list(op.inputs))
+            if len(result.consumers()) > 1:
+                # One that stays may be the last then, which would join it.
+                fusion.lasting(result)
         elif op.type in _PAIRWISE and _have_one_shape(*op.inputs):
             self._replace(op, list(op.inputs))
         elif op.type == "AddN" and not are_small and _is_by_itself(op):

@@ -41,6 +41,7 @@ _APART = frozenset(
 )
 # What only one of the two copies may have: how it reads what is outside of it.
 _PASSED_ON = (
+    "Const",
     "Identity",
     "IdentityN",
     "NoOp",

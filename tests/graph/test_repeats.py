@@ -49,6 +49,12 @@ FUNCTIONS = {
         name: mean_of(name)
         for name in ("exponential", "gelu", "hard_silu", "softplus")
     },
+    "scaled": lambda x: (
+        x
+        + tf.reduce_mean(
+            tf.tanh(x) * tf.reduce_max(x, (0, 1, 2)), (1, 2), keepdims=True
+        )
+    ),
     "sum_of_sums": lambda x: x + 3.0 * (x - tf.reduce_mean(x)) + tf.tanh(x),
 }
 
