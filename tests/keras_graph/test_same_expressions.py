@@ -1,0 +1,107 @@
+"""A planned step computes what plain training computes, to the bit.
+
+Compared is what TensorFlow's graph optimizer makes of the two steps: it joins
+operations, puts products in another order and moves constants, each by who
+else reads a result.
+"""
+
+import expressions
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from keras import ops
+
+import kmem
+
+WIDTH, TOKENS, ROWS = 12, 10, 6
+
+
+class RootMeanSquare(layers.Layer):
+    """As language models normalize; each writes it in another way."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        # An array that the step does not make, but reads.
+        self.epsilon = ops.convert_to_tensor(np.float32(1e-6))
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        if self.kind == "square":
+            variance = ops.mean(ops.square(x), axis=-1, keepdims=True)
+        else:
+            variance = ops.mean(ops.power(x, 2), axis=-1, keepdims=True)
+        if self.kind == "reciprocal":
+            x = x * ops.reciprocal(ops.sqrt(variance + self.epsilon))
+            return x * (1 + self.scale)
+        return self.scale * (x * ops.rsqrt(variance + self.epsilon))
+
+
+def gated(x, activation):
+    gate = layers.Dense(2 * WIDTH, activation, use_bias=False)(x)
+    x = gate * layers.Dense(2 * WIDTH, use_bias=False)(x)
+    return layers.Dense(WIDTH, use_bias=False)(x)
+
+
+def attended(x):
+    return layers.MultiHeadAttention(2, WIDTH // 2)(x, x, use_causal_mask=True)
+
+
+def among_experts(x):
+    weights = layers.Dense(3, "softmax")(x)
+    best, _ = ops.top_k(weights, 2)
+    weights = weights * ops.cast(weights >= best[..., -1:], "float32")
+    experts = [layers.Dense(WIDTH, "silu")(x) for _ in range(3)]
+    experts = ops.stack(experts, axis=-1)
+    return ops.sum(experts * weights[:, :, None], axis=-1)
+
+
+BLOCKS = {
+    "gelu": lambda x: gated(x, "gelu"),
+    "silu": lambda x: gated(x, "silu"),
+    "attention": attended,
+    "experts": among_experts,
+}
+
+
+def language_model(kind, block, pooled):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    tokens = keras.Input((TOKENS,), dtype="int32")
+    x = layers.Embedding(20, WIDTH)(tokens)
+    for _ in range(3):
+        x = x + BLOCKS[block](RootMeanSquare(kind)(x))
+    x = RootMeanSquare(kind)(x)
+    x = layers.GlobalAveragePooling1D()(x) if pooled else x
+    model = keras.Model(tokens, layers.Dense(4)(x))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return kmem.wrap(model)
+
+
+CASES = [
+    ("square", "gelu", False),
+    ("square", "attention", True),
+    ("power", "silu", True),
+    ("power", "experts", False),
+    ("reciprocal", "silu", False),
+    ("reciprocal", "attention", True),
+]
+
+
+@pytest.mark.parametrize("kind, block, pooled", CASES)
+def test_a_planned_step_computes_what_the_plain_one_does(kind, block, pooled):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 20, (ROWS, TOKENS))
+    shape = (ROWS, 4) if pooled else (ROWS, TOKENS, 4)
+    y = rng.normal(size=shape).astype("float32")
+    model = language_model(kind, block, pooled)
+    want = expressions.of_training(model, x, y)
+
+    model = language_model(kind, block, pooled)
+    got = expressions.of_training(model, x, y, remat="auto")
+
+    assert [got[each] for each in got.keys() - want.keys()] == []
+    assert [want[each] for each in want.keys() - got.keys()] == []
