@@ -110,8 +110,13 @@ def _is_addend(op: tf.Operation) -> bool:
 def are_joined(maker: tf.Operation, reader: tf.Operation) -> bool:
     """Whether TensorFlow joins two operations, or their gradients, to others.
 
-    Sums of sums, products with constants, functions of functions.
+    Sums of sums, products with constants, functions of functions; and products
+    of several shapes: it multiplies the small ones first.
     """
+    if maker.type == reader.type == "Mul":
+        factors = list(_factors(_last_product(reader)))
+        if len({str(factor.shape) for factor in factors}) > 1:
+            return True
     if maker.type == "BiasAdd":
         return reader.type in ("Elu", "Sigmoid", "Tanh")
     if maker.type in ADDITIONS and reader.type in ADDITIONS:
@@ -121,6 +126,22 @@ def are_joined(maker: tf.Operation, reader: tf.Operation) -> bool:
     inputs = (*maker.inputs, *reader.inputs)
     arithmetic = {maker.type, reader.type} <= _ARITHMETIC
     return arithmetic and any(map(is_constant, inputs))
+
+
+def _last_product(product: tf.Operation) -> tf.Operation:
+    readers = product.outputs[0].consumers()
+    if len(readers) == 1 and readers[0].type == "Mul":
+        return _last_product(readers[0])
+    return product
+
+
+def _factors(product: tf.Operation) -> Iterator[tf.Tensor]:
+    """What a product is of, through those that nothing else reads."""
+    for factor in product.inputs:
+        if factor.op.type == "Mul" and len(factor.consumers()) == 1:
+            yield from _factors(factor.op)
+        else:
+            yield factor
 
 
 def is_constant(tensor: tf.Tensor) -> bool:

@@ -117,6 +117,8 @@ class _Renewal:
         # By reference of an array, what it repeats; and what took its place.
         self._sources: dict[Any, tf.Tensor] = {}
         self._renewed: dict[Any, tf.Tensor] = {}
+        # What was made anew, by what it is made of.
+        self._made: dict[tuple, tf.Tensor] = {}
 
     def latest(self, tensor: Any) -> Any:
         if not isinstance(tensor, tf.Tensor):
@@ -143,7 +145,9 @@ class _Renewal:
         are_small = _are_small(op, repeated)
         if op.type in _PAIRWISE and are_small:
             (result,) = op.outputs
-            self._sources[result.ref()] = self._anew(op, list(op.inputs))
+            new = self._anew(op, list(op.inputs))
+            self._sources[result.ref()] = new
+            _take_place(op, new.op)
             if len(result.consumers()) > 1:
                 # One that stays may be the last then, which would join it.
                 fusion.lasting(result)
@@ -160,7 +164,14 @@ class _Renewal:
         """Lets what reads an operation's result read that of a new one."""
         (old,) = op.outputs
         readers = old.consumers()
-        new = self._renewed[old.ref()] = self._anew(op, arguments)
+        read = [tensor.ref() for tensor in op.inputs]
+        commutes = op.type in ("AddV2", "Mul")
+        origin = (op.type, frozenset(read) if commutes else tuple(read))
+        # TensorFlow makes one of equal ones, but not of those that last.
+        if origin not in self._made:
+            self._made[origin] = self._anew(op, arguments)
+        new = self._renewed[old.ref()] = self._made[origin]
+        _take_place(op, new.op)
         for reader in readers:
             for index, read in enumerate(reader.inputs):
                 if read is old:
@@ -189,10 +200,14 @@ class _Renewal:
                 total = fusion.lasting(
                     make(x=total, y=tensor, name=op.name + _ONCE)
                 )
-        for waiting in private_tf.waiting_for(op):
-            private_tf.release_from(waiting, op)
-            private_tf.wait_for(waiting, [total.op])
         return total
+
+
+def _take_place(old: tf.Operation, new: tf.Operation) -> None:
+    """Lets what waits for an operation wait for another one."""
+    for waiting in private_tf.waiting_for(old):
+        private_tf.release_from(waiting, old)
+        private_tf.wait_for(waiting, [new])
 
 
 def _is_by_itself(addition: tf.Operation) -> bool:

@@ -291,3 +291,30 @@ def test_nothing_waits_for_a_product_that_is_joined_with_the_next_one():
     made = waits(gradients[0].graph) - waits_before
     assert made
     assert "Mul" not in {source for _, source in made}
+
+
+def test_a_product_of_several_shapes_is_multiplied_as_without_an_order():
+    """TensorFlow multiplies the small factors first, unless one has to wait."""
+    rate = tf.Variable(tf.random.stateless_normal((3,), (1, 2)))
+    kernels = [
+        tf.Variable(tf.random.stateless_normal(shape, (3, 4)))
+        for shape in ((3, 3), (5, 5))
+    ]
+    x = tf.random.stateless_normal((7, 5, 3), (5, 6))
+
+    def step(is_ordered):
+        @tf.function(input_signature=[tf.TensorSpec((None, 5, 3))])
+        def gradients(x):
+            with tf.GradientTape() as tape:
+                decay = -tf.exp(rate) * tf.nn.softplus(x @ kernels[0])
+                decay = tf.transpose(decay, (0, 2, 1))
+                loss = tf.reduce_sum(tf.tanh(decay @ kernels[1]))
+            made = tape.gradient(loss, [*kernels, rate])
+            if is_ordered:
+                hold_back(made)
+            return made
+
+        return gradients(x)
+
+    for got, expected in zip(step(True), step(False), strict=True):
+        np.testing.assert_array_equal(got, expected)

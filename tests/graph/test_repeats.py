@@ -55,6 +55,11 @@ FUNCTIONS = {
             tf.tanh(x) * tf.reduce_max(x, (0, 1, 2)), (1, 2), keepdims=True
         )
     ),
+    "of_one_length": lambda x: tf.broadcast_to(
+        tf.math.rsqrt(tf.reduce_sum(x * x, 3, keepdims=True))
+        * tf.reduce_mean(x, 3, keepdims=True),
+        tf.shape(x),
+    ),
     "sum_of_sums": lambda x: x + 3.0 * (x - tf.reduce_mean(x)) + tf.tanh(x),
 }
 
