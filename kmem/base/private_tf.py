@@ -154,16 +154,13 @@ def wait_for(op: tf.Operation, others: list[tf.Operation]) -> None:
     op._add_control_inputs(others)
 
 
-def release_from(waiting: tf.Operation, op: tf.Operation) -> None:
-    """Lets an operation not wait for another one. graph/test_repeats.py"""
-    others = [each for each in waiting.control_inputs if each is not op]
-    waiting._remove_all_control_inputs()
-    waiting._add_control_inputs(others)
-
-
-def waiting_for(op: tf.Operation) -> list[tf.Operation]:
-    """What waits for an operation. graph/test_repeats.py"""
-    return op._control_outputs
+def wait_instead(op: tf.Operation, new: tf.Operation) -> None:
+    """Lets what waits for an operation wait for another one.
+    graph/test_repeats.py"""
+    for waiting in op._control_outputs:
+        others = [each for each in waiting.control_inputs if each is not op]
+        waiting._remove_all_control_inputs()
+        waiting._add_control_inputs([*others, new])
 
 
 def keep_apart(op: tf.Operation) -> None:

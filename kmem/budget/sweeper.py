@@ -351,11 +351,11 @@ def _tensors(data: Any) -> list:
         taken = [data]
     if not taken:
         raise ValueError("`data` must have a batch. Received: an empty one")
-    return [keras.tree.map_structure(_tensor, batch) for batch in taken]
 
+    def tensor(leaf) -> tf.Tensor | None:
+        return batches.as_tensor(leaf, batches.specs_of(leaf))
 
-def _tensor(leaf) -> tf.Tensor | None:
-    return batches.as_tensor(leaf, batches.specs_of(leaf))
+    return [keras.tree.map_structure(tensor, batch) for batch in taken]
 
 
 def _room(data: list, held_bytes: int) -> tf.Tensor:

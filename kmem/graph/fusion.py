@@ -52,8 +52,8 @@ def is_joined_later(weight_gradient: tf.Operation) -> bool:
 
 def is_of_bias(op: tf.Operation) -> bool:
     """Whether it is the gradient of a convolution's bias, or a reshape."""
-    while op.type == "Reshape":
-        op = op.inputs[0].op
+    if op.type == "Reshape":
+        return is_of_bias(op.inputs[0].op)
     return op.type == "BiasAddGrad" and is_of_convolution(op)
 
 
@@ -73,14 +73,12 @@ def known_before(weight_gradient: tf.Operation) -> list[tf.Operation]:
         sources = [tensor.op for tensor in weight_gradient.inputs]
     else:
         sources = [weight_gradient]
-    return [_before_bias(op) if is_of_bias(op) else op for op in sources]
-
-
-def _before_bias(op: tf.Operation) -> tf.Operation:
-    """What makes the gradient that is summed up for a bias."""
-    while op.type == "Reshape":
-        op = op.inputs[0].op
-    return op.inputs[0].op
+    return [
+        source(op.outputs[0], ["Reshape"]).op.inputs[0].op
+        if is_of_bias(op)
+        else op
+        for op in sources
+    ]
 
 
 def sum_of_three(addition: tf.Operation) -> tf.Operation | None:
@@ -92,19 +90,27 @@ def sum_of_three(addition: tf.Operation) -> tf.Operation | None:
     """
     if addition.type not in ADDITIONS:
         return None
-    inner, last = [t.op for t in addition.inputs], addition
-    while _is_addend(last):
-        (last,) = last.outputs[0].consumers()
-    num_addends = len(inner) + (last is not addition)
-    return last if num_addends + sum(map(_is_addend, inner)) > 2 else None
+    last = _last(addition, ADDITIONS)
+    return last if len(list(_terms(last, ADDITIONS))) > 2 else None
 
 
-def _is_addend(op: tf.Operation) -> bool:
-    """Whether it is a sum that only another sum reads."""
-    if op.type not in ADDITIONS:
-        return False
+def _last(op: tf.Operation, kinds: Container[str]) -> tf.Operation:
+    """The end of a sum of sums, or of a product of products."""
     readers = op.outputs[0].consumers()
-    return len(readers) == 1 and readers[0].type in ADDITIONS
+    while len(readers) == 1 and readers[0].type in kinds:
+        (op,) = readers
+        readers = op.outputs[0].consumers()
+    return op
+
+
+def _terms(op: tf.Operation, kinds: Container[str]) -> Iterator[tf.Tensor]:
+    """What it is of, through those that nothing else reads."""
+    waiting = list(op.inputs)
+    for term in waiting:
+        if term.op.type in kinds and len(term.consumers()) == 1:
+            waiting += term.op.inputs
+        else:
+            yield term
 
 
 def are_joined(maker: tf.Operation, reader: tf.Operation) -> bool:
@@ -114,7 +120,7 @@ def are_joined(maker: tf.Operation, reader: tf.Operation) -> bool:
     of several shapes: it multiplies the small ones first.
     """
     if maker.type == reader.type == "Mul":
-        factors = list(_factors(_last_product(reader)))
+        factors = _terms(_last(reader, ["Mul"]), ["Mul"])
         if len({str(factor.shape) for factor in factors}) > 1:
             return True
     if maker.type == "BiasAdd":
@@ -126,22 +132,6 @@ def are_joined(maker: tf.Operation, reader: tf.Operation) -> bool:
     inputs = (*maker.inputs, *reader.inputs)
     arithmetic = {maker.type, reader.type} <= _ARITHMETIC
     return arithmetic and any(map(is_constant, inputs))
-
-
-def _last_product(product: tf.Operation) -> tf.Operation:
-    readers = product.outputs[0].consumers()
-    if len(readers) == 1 and readers[0].type == "Mul":
-        return _last_product(readers[0])
-    return product
-
-
-def _factors(product: tf.Operation) -> Iterator[tf.Tensor]:
-    """What a product is of, through those that nothing else reads."""
-    for factor in product.inputs:
-        if factor.op.type == "Mul" and len(factor.consumers()) == 1:
-            yield from _factors(factor.op)
-        else:
-            yield factor
 
 
 def is_constant(tensor: tf.Tensor) -> bool:

@@ -145,9 +145,7 @@ class _Renewal:
         are_small = _are_small(op, repeated)
         if op.type in _PAIRWISE and are_small:
             (result,) = op.outputs
-            new = self._anew(op, list(op.inputs))
-            self._sources[result.ref()] = new
-            _take_place(op, new.op)
+            self._sources[result.ref()] = self._anew(op, list(op.inputs))
             if len(result.consumers()) > 1:
                 # One that stays may be the last then, which would join it.
                 fusion.lasting(result)
@@ -164,14 +162,7 @@ class _Renewal:
         """Lets what reads an operation's result read that of a new one."""
         (old,) = op.outputs
         readers = old.consumers()
-        read = [tensor.ref() for tensor in op.inputs]
-        commutes = op.type in ("AddV2", "Mul")
-        origin = (op.type, frozenset(read) if commutes else tuple(read))
-        # TensorFlow makes one of equal ones, but not of those that last.
-        if origin not in self._made:
-            self._made[origin] = self._anew(op, arguments)
-        new = self._renewed[old.ref()] = self._made[origin]
-        _take_place(op, new.op)
+        new = self._renewed[old.ref()] = self._anew(op, arguments)
         for reader in readers:
             for index, read in enumerate(reader.inputs):
                 if read is old:
@@ -189,7 +180,18 @@ class _Renewal:
         return fusion.lasting(copied)
 
     def _anew(self, op: tf.Operation, arguments: list[tf.Tensor]) -> tf.Tensor:
-        """The operation, of what its arguments repeat; sums two by two."""
+        """The operation, of what its arguments repeat; one for all that are
+        equal. TensorFlow does that, too, but not with those that last."""
+        read = [tensor.ref() for tensor in op.inputs]
+        commutes = op.type in ("AddV2", "Mul")
+        origin = (op.type, frozenset(read) if commutes else tuple(read))
+        if origin not in self._made:
+            self._made[origin] = self._make(op, arguments)
+        private_tf.wait_instead(op, self._made[origin].op)
+        return self._made[origin]
+
+    def _make(self, op: tf.Operation, arguments: list[tf.Tensor]) -> tf.Tensor:
+        """Makes an operation; sums two by two."""
         kind = "AddV2" if op.type == "AddN" else op.type
         make = getattr(tf.raw_ops, kind)
         total: tf.Tensor
@@ -201,13 +203,6 @@ class _Renewal:
                     make(x=total, y=tensor, name=op.name + _ONCE)
                 )
         return total
-
-
-def _take_place(old: tf.Operation, new: tf.Operation) -> None:
-    """Lets what waits for an operation wait for another one."""
-    for waiting in private_tf.waiting_for(old):
-        private_tf.release_from(waiting, old)
-        private_tf.wait_for(waiting, [new])
 
 
 def _is_by_itself(addition: tf.Operation) -> bool:

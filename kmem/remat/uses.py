@@ -24,31 +24,15 @@ from kmem.graph import ordering
 
 # What reads a result and is not joined with what made it.
 _APART = frozenset(
-    {
-        "AvgPool",
-        "BatchMatMulV2",
-        "ConcatV2",
-        "Conv2D",
-        "Conv2DBackpropInput",
-        "DepthwiseConv2dNative",
-        "MatMul",
-        "MaxPool",
-        "Max",
-        "Mean",
-        "Softmax",
-        "Sum",
-    }
+    (
+        "AvgPool BatchMatMulV2 ConcatV2 Conv2D Conv2DBackpropInput "
+        "DepthwiseConv2dNative MatMul Max MaxPool Mean Softmax Sum"
+    ).split()
 )
 # What only one of the two copies may have: how it reads what is outside of it.
 _PASSED_ON = (
-    "Const",
-    "Identity",
-    "IdentityN",
-    "NoOp",
-    "Placeholder",
-    "ReadVariableOp",
-    "StopGradient",
-)
+    "Const Identity IdentityN NoOp Placeholder ReadVariableOp StopGradient"
+).split()
 
 COPIES = frozenset({"Identity", "IdentityN", "StopGradient"})
 _SAME_MEMORY = COPIES | {"ExpandDims", "Reshape", "Squeeze"}
