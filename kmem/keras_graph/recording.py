@@ -27,21 +27,10 @@ from kmem.step import capture
 from kmem.step.batches import num_bytes
 
 # Operations whose gradient reads none of their inputs and outputs.
-_KEEPS_NOTHING = fusion.ALIASES | {
-    "AddN",
-    "AddV2",
-    "BiasAdd",
-    "Cast",
-    "ConcatV2",
-    "Neg",
-    "Pack",
-    "Pad",
-    "Split",
-    "StridedSlice",
-    "Sub",
-    "Transpose",
-    "Unpack",
-}
+_KEEPS_NOTHING = fusion.ALIASES.union(
+    "AddN AddV2 BiasAdd Cast ConcatV2 Neg Pack Pad Split StridedSlice Sub "
+    "Transpose Unpack".split()
+)
 # They use a tensor, and give it no gradient.
 _NO_GRADIENT = frozenset({"Rank", "Shape", "ShapeN", "Size", "ZerosLike"})
 

@@ -193,7 +193,16 @@ class MinimalResidual(_Krylov):
     are, and a singular H has the solution of least squares. Where H is
     positive definite, conjugate gradients come as far for less memory.
 
-    Its arguments, and its errors, are those of `ConjugateGradient`.
+    Args:
+        iterations: The most steps.
+        tolerance: It ends when the residual is smaller than this share of v.
+        damping: It solves (H + damping I) u = v.
+        warm_start: Whether it starts from the solution of the step before,
+            for one product more.
+
+    Raises:
+        ValueError: If `iterations` or `tolerance` is not positive, or
+            `damping` negative.
     """
 
     def _solve(self, product, right, norm):

@@ -9,7 +9,6 @@ import hashlib
 
 import keras
 import tensorflow as tf
-from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import context
 
 # Their result holds the numbers of their argument.
@@ -33,7 +32,7 @@ class _Watched(keras.callbacks.Callback):
         context.context().enable_graph_collection()
 
     def on_train_batch_end(self, batch, logs=None):
-        made: config_pb2.RunMetadata = context.context().export_run_metadata()
+        made = context.context().export_run_metadata()
         context.context().disable_graph_collection()
         self.graphs = [
             graph
