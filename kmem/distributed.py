@@ -18,12 +18,7 @@ from typing import Literal
 
 import tensorflow as tf
 
-from kmem.base.checks import is_integer
-from kmem.base.checks import is_real
-from kmem.base.checks import must_be
-from kmem.base.checks import one_of
-from kmem.base.checks import positive_int
-from kmem.base.checks import require
+from kmem.base import checks
 from kmem.launching import cluster
 from kmem.launching import ranks
 from kmem.launching.ranks import RankFailed as RankFailed
@@ -115,12 +110,12 @@ def launch(
 
 def check(restarts: int, network: str, grace_seconds: float) -> None:
     """Refuses what is not of the form that `launch` takes."""
-    is_count = is_integer(restarts) and restarts >= 0
-    must_be(is_count, restarts, "restarts", "an integer, 0 or more")
-    one_of(network, "network", ("private", "host"))
-    is_time = is_real(grace_seconds, 0.0)
+    is_count = checks.is_integer(restarts) and restarts >= 0
+    checks.must_be(is_count, restarts, "restarts", "an integer, 0 or more")
+    checks.one_of(network, "network", ("private", "host"))
+    is_time = checks.is_real(grace_seconds, 0.0)
     kind = "a number of seconds, 0 or more"
-    must_be(is_time, grace_seconds, "grace_seconds", kind)
+    checks.must_be(is_time, grace_seconds, "grace_seconds", kind)
 
 
 def visible_gpus() -> list[str]:
@@ -142,7 +137,7 @@ def how_many(num_processes: int | None, gpus: list[str]) -> int:
                 "Received: num_processes=None"
             )
         return len(gpus)
-    number = positive_int(num_processes, "num_processes")
+    number = checks.positive_int(num_processes, "num_processes")
     if gpus and number > len(gpus):
         raise ValueError(
             f"`num_processes` must be at most {len(gpus)}, the number of "
@@ -164,7 +159,7 @@ def _function_task(main: Callable) -> dict:
         # A notebook: no file to import `main` from. kmem comes first, to join
         # the others before an operation of TensorFlow makes what `main` uses.
         subject = "To launch a function of a notebook"
-        require(subject, "notebook", "cloudpickle")
+        checks.require(subject, "notebook", "cloudpickle")
         pickler = importlib.import_module("cloudpickle")
         content = functools.partial(_call, main)
     try:

@@ -56,7 +56,7 @@ class InferenceSteps:
     def take(self, kind: str, batch: Any, count: int) -> tuple[Any, str]:
         """Takes a step with a batch in so many parts; returns what came of
         it, and why memory ran out if it did."""
-        return attempt(lambda: self._run(kind, batch, count))
+        return attempt(self._run, kind, batch, count)
 
     def needed_bytes(
         self, kind: str, batch: Any, rows: int, count: int
@@ -236,11 +236,11 @@ class EvaluationStep:
         return [tf.cast(counts[group], tf.float64) for group in self._counted]
 
 
-def attempt(step: Callable[[], Any]) -> tuple[Any, str]:
+def attempt(step: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
     """Takes a step; returns what came of it, and why it failed if it did."""
     try:
         with private_tf.refusals():
-            results = step()
+            results = step(*arguments)
             # Waits for a GPU.
             keras.tree.map_structure(np.asarray, results)
     except tf.errors.ResourceExhaustedError as error:

@@ -132,9 +132,7 @@ def describe(options: MemoryOptions) -> str:
     words = []
     if options.microbatches is not None:
         words.append(f"microbatches={options.microbatches.count}")
-    if options.remat is not None:
-        words.append("remat")
-    for name in ("chunked_loss", "chunked_attention"):
+    for name in ("remat", "chunked_loss", "chunked_attention"):
         if getattr(options, name):
             words.append(name)
     if options.mixed_precision is not None:

@@ -79,22 +79,23 @@ class Search:
         """Looks for the best step under any of some options, of which a plain
         one under those that were given was tried."""
         self._menu.most_trials = len(allowed) * (2 + _MAX_PLANS)
-        counts = [self._menu.counts(options) for options in allowed]
-        exact, fewest, differing = counts, [each[:1] for each in counts], []
-        if counts != fewest:
+        # No option changes which process has which examples.
+        counts = exact = self._menu.counts(allowed[0])
+        differing = []
+        if counts[1:]:
             try:
                 differing = self._layers_that_differ(allowed[0])
             except CannotSplit:
-                counts = exact = fewest
+                counts = exact = counts[:1]
         if differing and not self._may_differ:
-            exact = fewest
-        for options, each in zip(allowed, exact, strict=True):
-            self._fastest(options, each)
+            exact = counts[:1]
+        for options in allowed:
+            self._fastest(options, exact)
         if exact is not counts:
             self._differing(allowed, counts)
-        for options, each in zip(allowed, counts, strict=True):
+        for options in allowed:
             if self.best is None:
-                self._smallest(options, each[-1])
+                self._smallest(options, counts[-1])
         if self.best and self.best.options.num_parts > 1:
             self._check_loss(self.best.options, differing)
 
@@ -126,16 +127,16 @@ class Search:
                 stacklevel=2,
             )
 
-    def _differing(self, allowed: list, counts: list[list[int]]) -> None:
+    def _differing(self, allowed: list, counts: list[int]) -> None:
         """Tries the fewest micro-batches, whose numbers are others, if nothing
         else fits: what nearly does is known for sure once it was run."""
-        for options, each in zip(allowed, counts, strict=True):
-            nearly = self._menu.drawn(options, each[0]) is not None
+        for options in allowed:
+            nearly = self._menu.drawn(options, counts[0]) is not None
             if self.best is None and nearly:
-                self._smallest(options, each[0])
-        for options, each in zip(allowed, counts, strict=True):
-            for count in each[1:]:
-                if self.best is None:
+                self._smallest(options, counts[0])
+        for count in counts[1:]:
+            if self.best is None:
+                for options in allowed:
                     self._fastest(options, [count])
 
     def _layers_that_differ(self, options: MemoryOptions) -> list:

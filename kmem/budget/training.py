@@ -14,7 +14,7 @@ that runs out of memory ends them all. What this does not do: choose
 
 import contextlib
 import dataclasses
-import functools
+import gc
 import itertools
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -247,9 +247,7 @@ class BudgetedSession:
                 bucket = self._with_less(bucket, less, message)
             state = undoing.State(bucket.read_state(), self.model.metrics)
             with memory.track() as usage:
-                logs, message = attempt(
-                    functools.partial(bucket.step(self._spec), batch)
-                )
+                logs, message = attempt(bucket.step(self._spec), batch)
             if not message:
                 self._learn(bucket, usage.peak_bytes)
                 return logs
@@ -261,9 +259,7 @@ class BudgetedSession:
     def _step_with_others(self, bucket: _Bucket, batch):
         """Takes one step together with the other processes."""
         with memory.track() as usage:
-            logs, message = attempt(
-                functools.partial(bucket.step(self._spec), batch)
-            )
+            logs, message = attempt(bucket.step(self._spec), batch)
         if message:
             raise exhausted(
                 "A step ran out of memory, and processes that train in shards "
@@ -294,6 +290,8 @@ class BudgetedSession:
                 self._verbose,
                 self._spec,
             )
+        # What was tried and not chosen would count in the first step.
+        gc.collect()
         in_use = report.in_use_bytes + reserved_bytes
         bucket = _Bucket(batch, session, report, in_use)
         self._buckets.append(bucket)

@@ -192,6 +192,8 @@ class Trial:
         rest = dataclasses.replace(options, remat=None)
         segments = plan and plan.segments
         self._key = key and (key, segments, rest, self._group.size)
+        # What is let go of while it is traced would make it seem to need less.
+        gc.collect()
         self._in_use = memory.current() if memory.is_counted() else 0
         self.session: Any = None
         self._step: Any = None

@@ -23,9 +23,8 @@ from kmem.graph import releasing
 from kmem.graph.names import current_graph
 from kmem.sharding.training import stored
 from kmem.sharding.variables import holders
+from kmem.step import capture
 from kmem.step.accumulation import build_optimizer
-from kmem.step.capture import changed_variables
-from kmem.step.capture import optimizers
 from kmem.step.mechanism import Mechanism
 
 _RESTORE_ATTEMPTS = 3
@@ -156,12 +155,12 @@ class Changes:
         self._train_step = model.train_step
         # What only the graph of a step tells.
         self._others: list[tf.Variable] = []
-        self._is_made = all(each.built for each in optimizers(model))
+        self._is_made = all(each.built for each in capture.optimizers(model))
 
     @property
     def named(self) -> list:
         """What a step may change of what the model names."""
-        return stored(changed_variables(self._model, self._optimizer))
+        return stored(capture.changed_variables(self._model, self._optimizer))
 
     @property
     def variables(self) -> list:
@@ -228,7 +227,7 @@ class Changes:
         model, optimizer = self._model, self._optimizer
         strategy, step = model.distribute_strategy, self._train_step
         own = optimizer, getattr(optimizer, "inner_optimizer", None)
-        if all(each in own for each in optimizers(model)):
+        if all(each in own for each in capture.optimizers(model)):
             with strategy.scope():
                 build_optimizer(optimizer, model.trainable_variables)
         elif batch is not None and not self._is_made:

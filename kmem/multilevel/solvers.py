@@ -13,11 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kmem.base.checks import non_negative
-from kmem.base.checks import non_negative_int
-from kmem.base.checks import positive
-from kmem.base.checks import positive_int
-from kmem.base.checks import set_fields
+from kmem.base import checks
 from kmem.graph.releasing import zeros
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
@@ -105,9 +101,9 @@ class Neumann(Solver):
     damping = 0.0
 
     def __post_init__(self):
-        non_negative_int(self.iterations, "iterations")
-        positive(self.alpha, "alpha")
-        non_negative(self.tolerance, "tolerance")
+        checks.non_negative_int(self.iterations, "iterations")
+        checks.positive(self.alpha, "alpha")
+        checks.non_negative(self.tolerance, "tolerance")
 
     def _solve(self, product, right, norm):
         def add_term(term, total):
@@ -134,10 +130,10 @@ class _Krylov(Solver):
     warm_start: bool = False
 
     def __post_init__(self):
-        iterations = positive_int(self.iterations, "iterations")
-        set_fields(self, iterations=iterations)
-        positive(self.tolerance, "tolerance")
-        non_negative(self.damping, "damping")
+        iterations = checks.positive_int(self.iterations, "iterations")
+        checks.set_fields(self, iterations=iterations)
+        checks.positive(self.tolerance, "tolerance")
+        checks.non_negative(self.damping, "damping")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,6 +66,10 @@ class Spec(tf.TensorSpec):
         spec.example = example
         return spec
 
+    def __repr__(self) -> str:
+        # What is traced is for all of this shape and dtype.
+        return repr(tf.TensorSpec(self.shape, self.dtype))
+
 
 def specs_of(data, examples: bool = False) -> Any:
     """Arrays and tensors as `tf.TensorSpec`s, as Keras hands them on: lists

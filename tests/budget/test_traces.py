@@ -52,9 +52,9 @@ def _model():
     return kmem.wrap(model)
 
 
-def _fit(model, rows=2 * _ROWS, callbacks=(), **options):
+def _fit(model, rows=2 * _ROWS, callbacks=(), dtype="float32", **options):
     """Trains for an epoch; returns the peak, and the weights afterwards."""
-    x = np.random.default_rng(0).normal(size=(rows, 4)).astype("float32")
+    x = np.random.default_rng(0).normal(size=(rows, 4)).astype(dtype)
     data = {"batch_size": _ROWS, "shuffle": False, "callbacks": callbacks}
     with kmem.memory.track("CPU") as usage:
         model.fit(x, x[:, :1], **data, **options, verbose=0)
@@ -73,10 +73,16 @@ def _options(name):
 # With a remainder Keras's graph knows no number of rows.
 @pytest.mark.parametrize("rows", [2 * _ROWS, 2 * _ROWS - 8])
 @pytest.mark.parametrize(
-    "callbacks, count", [([], 0), ([keras.callbacks.LambdaCallback()], 1)]
+    "callbacks, dtype, count",
+    [
+        ([], "float32", 0),
+        # As ids are: a search has to take some that there are.
+        ([], "int32", 0),
+        ([keras.callbacks.LambdaCallback()], "float32", 1),
+    ],
 )
 def test_a_fit_trains_as_was_traced_for_its_choice(
-    traces, monkeypatch, name, rows, callbacks, count
+    traces, monkeypatch, name, rows, callbacks, dtype, count
 ):
     module = importlib.import_module("kmem.model")
     choose = module._session
@@ -97,10 +103,35 @@ def test_a_fit_trains_as_was_traced_for_its_choice(
     if name == "memory_budget":
         options = {**_options(name), "microbatches": 1}
 
-    _fit(model, rows, callbacks, **options)
+    _fit(model, rows, callbacks, dtype, **options)
 
     assert traces() == count
     assert model.memory_report is None or model.memory_report.chosen.plan
+
+
+def test_a_step_takes_no_more_than_was_predicted():
+    """What the search has traced besides is let go of, and is not let go of
+    while it measures."""
+    keras.utils.set_random_seed(0)
+    inputs = x = keras.Input((4,))
+    for _ in range(12):
+        x = layers.Dropout(0.1)(layers.Dense(4, "gelu")(x))
+    model = keras.Model(inputs, x)
+    model.compile("sgd", "mse")
+    x = np.ones((64, 4), "float32")
+    kmem.wrap(model)
+    model.fit(x, x, batch_size=64, verbose=0)
+    gc.collect()
+    in_use = kmem.memory.current("CPU")
+    with kmem.memory.track("CPU") as usage:
+        model.fit(x, x, batch_size=64, verbose=0)
+    budget = in_use + int(0.7 * (usage.peak_bytes - in_use))
+
+    model.fit(x, x, batch_size=64, verbose=0, memory_budget=budget)
+
+    chosen = model.memory_report.chosen
+    assert not model.memory_report.events
+    assert chosen.measured_peak_bytes <= chosen.predicted_peak_bytes
 
 
 @pytest.mark.parametrize("option", ["remat", "memory_budget", "auto"])
