@@ -90,6 +90,8 @@ class Menu:
         of two where none has less than half the examples of another."""
         if options.microbatches is not None:
             return [options.microbatches.count]
+        if not batches.can_be_split(self.batch):
+            return [1]
         own, counts = self.size(options, 1), []
         for count in range(1, own + 1):
             size = -(-own // count)

@@ -10,6 +10,7 @@ takes off, by itself, what put it on, at the latest when the model trains again.
 """
 
 import functools
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -284,6 +285,8 @@ class Session:
     def trace_again(self) -> None:
         """Has `on_batch` make other functions than before."""
         self._made, self._of_batch = {}, None
+        # What was traced would count in a step of them.
+        gc.collect()
 
     def layers_that_differ(self, spec: Any) -> list[keras.layers.Layer]:
         """As in `GradientStep`, of a batch as `tf.TensorSpec`s."""

@@ -13,9 +13,7 @@ import keras
 import tensorflow as tf
 
 from kmem import precision
-from kmem.base.checks import must_be
-from kmem.base.checks import positive
-from kmem.base.checks import positive_int
+from kmem.base import checks
 from kmem.base.patching import Context
 from kmem.base.patching import together
 from kmem.base.private_keras import all_layers
@@ -103,9 +101,9 @@ class Level(Derivatives):
         clipnorm: float | None = None,
     ):
         is_model = isinstance(model, keras.Model)
-        must_be(is_model, model, "model", "a `keras.Model`")
+        checks.must_be(is_model, model, "model", "a `keras.Model`")
         kind = "a function of a batch, such as `loss(x, y)`, that returns "
-        must_be(callable(loss), loss, "loss", f"{kind}a scalar")
+        checks.must_be(callable(loss), loss, "loss", f"{kind}a scalar")
         kind = (
             "an object: `Identity()`, `FiniteDifference()`, `SAMA()`, "
             "`Neumann()`, `ConjugateGradient()`, `MinimalResidual()` or "
@@ -113,17 +111,17 @@ class Level(Derivatives):
         )
         is_object = not isinstance(hypergradient, type)
         is_right = is_object and callable(hypergradient or Identity())
-        must_be(is_right, hypergradient, "hypergradient", kind)
+        checks.must_be(is_right, hypergradient, "hypergradient", kind)
         if clipnorm is not None:
-            positive(clipnorm, "clipnorm")
+            checks.positive(clipnorm, "clipnorm")
         self.model = model
         # A `tf.function` keeps the variables' values that it first saw.
         self.loss: Any = getattr(loss, "python_function", loss)
         self.optimizer: Any = keras.optimizers.get(optimizer)
-        self.unroll_steps = positive_int(unroll_steps, "unroll_steps")
+        self.unroll_steps = checks.positive_int(unroll_steps, "unroll_steps")
         self.hypergradient = hypergradient or Identity()
         self.roll_back = bool(roll_back)
-        self.tasks_per_update = positive_int(
+        self.tasks_per_update = checks.positive_int(
             tasks_per_update, "tasks_per_update"
         )
         self.clipnorm = clipnorm

@@ -322,7 +322,8 @@ class _Segment:
         if not self._keep_residuals:
             # Not held back, as what they read would be.
             with ordering.unordered():
-                readers = uses.shown(self._first, second, gradient)
+                arguments = list(zip(self._given, tensors, strict=True))
+                readers = uses.shown(self._first, second, gradient, arguments)
         elif gradient:
             given = [*self._given, *_seeds(self._values)]
             first = uses.computed(self._first, given)

@@ -44,13 +44,16 @@ _repeated: weakref.WeakKeyDictionary[tf.Graph, dict[str, str]] = (
 )
 
 
-def shown(first: list, second: list, gradient: list) -> list[tf.Operation]:
+def shown(
+    first: list, second: list, gradient: list, arguments: list[tuple]
+) -> list[tf.Operation]:
     """Gives both copies of an operation as many readers as plain training.
 
     Args:
         first: The operations of a function's first run.
         second: Those of its second run.
         gradient: Those of the second run's gradient.
+        arguments: What each of the runs was given, in pairs.
 
     Returns:
         Operations that read what is used more than once. Something has to
@@ -81,11 +84,13 @@ def shown(first: list, second: list, gradient: list) -> list[tf.Operation]:
                 readers.append(_reader(output, sums))
             if _may_be_joined(list(uses_again)):
                 readers.append(_reader(again, []))
-    return readers + _merged(both, gradient)
+    return readers + _merged(both, gradient, arguments)
 
 
 def _merged(
-    both: list[tuple[tf.Operation, tf.Operation]], gradient: list[tf.Operation]
+    both: list[tuple[tf.Operation, tf.Operation]],
+    gradient: list[tf.Operation],
+    arguments: list[tuple],
 ) -> list[tf.Operation]:
     """Gives the first run what its gradient computes like it.
 
@@ -97,29 +102,43 @@ def _merged(
     Args:
         both: The operations of both runs, in pairs.
         gradient: Those of the second run's gradient.
+        arguments: What each of the runs was given, in pairs.
     """
-    of_first = {
-        again.ref(): output
+    results = [
+        pair
         for one, other in both
-        for output, again in zip(one.outputs, other.outputs, strict=False)
-    }
+        for pair in zip(one.outputs, other.outputs, strict=False)
+    ]
+    again = _repeated[results[0][0].graph] if results else {}
+    of_first: dict[str, tf.Tensor] = {}
+    for one, other in [*arguments, *results]:
+        name = fusion.source(other, COPIES).name
+        # What runs again within the function has done so by now.
+        while name is not None:
+            of_first[name], name = one, again.get(name)
 
     def read(op: tf.Operation) -> tuple:
-        return tuple(t.ref() for t in op.inputs if not fusion.is_constant(t))
+        given = (t for t in op.inputs if not fusion.is_constant(t))
+        return tuple(fusion.source(t, COPIES).name for t in given)
 
     computed = {(other.type, read(other)) for _, other in both}
+    repeats = {*again.values()}
     readers = []
     for op in gradient:
-        if op.control_inputs or not all(ref in of_first for ref in read(op)):
+        sources = read(op)
+        if op.control_inputs or not of_first.keys() >= {*sources}:
             continue
-        if read(op) and (op.type, read(op)) in computed:
+        if repeats.intersection(t.name for t in op.outputs):
+            continue
+        if sources and (op.type, sources) in computed:
+            inputs = [
+                t
+                if fusion.is_constant(t)
+                else of_first[fusion.source(t, COPIES).name]
+                for t in op.inputs
+            ]
             copied = op.graph.create_op(
-                op.type,
-                [
-                    t if fusion.is_constant(t) else of_first[t.ref()]
-                    for t in op.inputs
-                ],
-                [t.dtype for t in op.outputs],
+                *(op.type, inputs, [t.dtype for t in op.outputs]),
                 name=op.name,
                 attrs=op.node_def.attr,
             )

@@ -19,6 +19,11 @@ def num_rows(data) -> int | None:
     return None
 
 
+def can_be_split(batch) -> bool:
+    """Whether all arrays, tensors or specs have as many rows."""
+    return len({x.shape[0] for x in leaves(batch) if x.shape.rank != 0}) < 2
+
+
 def num_bytes(data) -> int:
     """The size of arrays, tensors, variables or specs of a known shape."""
     return sum(
@@ -164,10 +169,14 @@ def _with_example(spec, leaf) -> tf.TensorSpec | None:
 
 
 def with_rows(specs, rows: int | None) -> Any:
-    """The same specs, of a batch with so many rows, or of any batch."""
+    """The same specs, of a batch with so many rows, or of any batch. What is
+    known not to be of its examples stays, such as the edges of graphs."""
+    whole = rows and num_rows(specs)
 
     def resized(spec):
         if spec is None or not spec.shape.rank:
+            return spec
+        if whole and spec.shape[0] != whole:
             return spec
         shape = [rows, *spec.shape[1:]]
         if isinstance(spec, Spec):

@@ -14,9 +14,7 @@ import keras
 import tensorflow as tf
 
 from kmem.base import patching
-from kmem.base.private_keras import all_layers
-from kmem.base.private_keras import given_metrics
-from kmem.base.private_keras import tf_variable
+from kmem.base import private_keras
 from kmem.step.multiples import Given
 
 
@@ -38,9 +36,26 @@ class DiscardedState(keras.StatelessScope):
     def __init__(self):
         super().__init__(collect_losses=True)
 
+    def __enter__(self):
+        tapes = patching.method(tf.GradientTape, "gradient", self._gradient)
+        self._tapes = contextlib.ExitStack()
+        self._tapes.enter_context(tapes)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._tapes.close()
+
     def get_current_value(self, variable):
         value = super().get_current_value(variable)
-        return tf_variable(variable) if value is None else value
+        return private_keras.tf_variable(variable) if value is None else value
+
+    def _gradient(self, gradient, tape, loss, sources, *args, **kwargs):
+        # A weight that was assigned is a tensor here, which has no handle.
+        sources = tf.nest.map_structure(
+            lambda x: self.state_mapping.get(id(x), x), sources
+        )
+        return gradient(tape, loss, sources, *args, **kwargs)
 
 
 class Update:
@@ -208,7 +223,7 @@ def changed_variables(model, optimizer) -> list:
     Args:
         optimizer: What the step sees as `model.optimizer`.
     """
-    metrics = [*model.metrics, *given_metrics(model)]
+    metrics = [*model.metrics, *private_keras.given_metrics(model)]
     owners = [model, optimizer, *optimizers(model), *metrics]
     variables = {id(v): v for each in owners for v in each.variables}
     # Some are not among `variables`, such as the states of recurrent layers.
@@ -244,7 +259,7 @@ def optimizers(model) -> Iterator[keras.optimizers.Optimizer]:
 
 def _held(model) -> Iterator[Any]:
     """What a model and its layers have as attributes, or in lists of theirs."""
-    for layer in all_layers(model):
+    for layer in private_keras.all_layers(model):
         for value in vars(layer).values():
             if isinstance(value, dict):
                 yield from value.values()

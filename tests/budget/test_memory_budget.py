@@ -648,6 +648,32 @@ def test_longer_batches_are_chosen_for_and_shorter_ones_are_not():
     assert reports[3] == reports[0]
 
 
+@pytest.mark.parametrize("option", ["remat", "memory_budget"])
+def test_a_batch_whose_tensors_differ_in_rows_stays_whole(option):
+    """Those of graphs do: a label is of several nodes."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 6)).astype("float32"), np.repeat(range(8), 5)
+    data = tf.data.Dataset.from_tensors((x, np.ones((8, 16), "float32")))
+    inputs = [keras.Input((6,)), keras.Input((), dtype="int64")]
+
+    def weights(**options):
+        keras.utils.set_random_seed(0)
+        nodes = inputs[0]
+        for _ in range(3):
+            nodes = layers.Dense(16, "tanh")(nodes)
+        sums = keras.ops.segment_sum(nodes, inputs[1], num_segments=8)
+        model = keras.Model(inputs, layers.Dense(16)(sums))
+        model.compile("sgd", "mse")
+        kmem.wrap(model).fit(data.repeat(2), verbose=0, **options)
+        return model.get_weights()
+
+    expected = weights()
+    got = weights(**{option: "1GB"})
+
+    for value, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(value, other)
+
+
 @pytest.mark.exhaustive
 def test_half_precision_is_chosen_only_where_it_is_allowed(plain):
     _, needed = plain

@@ -5,6 +5,8 @@ operations, puts products in another order and moves constants, each by who
 else reads a result.
 """
 
+import dataclasses
+
 import expressions
 import keras
 import numpy as np
@@ -13,6 +15,7 @@ from keras import layers
 from keras import ops
 
 import kmem
+from kmem.planning.network import Segment
 
 WIDTH, TOKENS, ROWS = 12, 10, 6
 
@@ -106,3 +109,37 @@ def test_a_planned_step_computes_what_the_plain_one_does(kind, block, pooled):
     assert any("/again" in name for name in got.values())
     assert [got[each] for each in got.keys() - want.keys()] == []
     assert [want[each] for each in want.keys() - got.keys()] == []
+
+
+def approximate():
+    """`gelu` in its approximation takes the third power of its argument."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    inputs = x = keras.Input((WIDTH,))
+    for _ in range(3):
+        x = layers.Dense(WIDTH)(ops.gelu(layers.Dense(WIDTH)(x)))
+    model = keras.Model(inputs, x)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return kmem.wrap(model)
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        (Segment(1, 2),),
+        (Segment(0, 5, inner=(Segment(1, 2),)),),
+    ],
+    ids=["at the power", "nested at the power"],
+)
+def test_a_power_is_multiplied_as_without_a_plan(segments):
+    """Its gradient computes another one of the same number, and the two may
+    be in two runs of a segment, or be given what is in neither."""
+    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
+    want = expressions.of_training(approximate(), x, x)
+    plan = kmem.plan(approximate(), (x, x))
+    plan = dataclasses.replace(plan, segments=segments)
+
+    got = expressions.of_training(approximate(), x, x, remat=plan)
+
+    assert any("/again" in name for name in got.values())
+    assert got.keys() == want.keys()

@@ -121,3 +121,14 @@ def test_a_batch_is_described_for_people():
 def test_what_is_no_batch_in_json_is_refused(text):
     with pytest.raises(ValueError, match="must be what `kmem.plan` wrote"):
         batches.from_json(text)
+
+
+def test_only_what_a_batchs_examples_have_gets_other_rows():
+    nodes, labels = tf.TensorSpec((80, 6)), tf.TensorSpec((8, 1))
+
+    resized = batches.with_rows((nodes, labels, nodes), 40)
+
+    assert [spec.shape[0] for spec in resized] == [40, 8, 40]
+    assert batches.part_of((nodes, labels), 1) == (nodes, labels)
+    assert not batches.can_be_split((nodes, labels))
+    assert batches.can_be_split((nodes, None, tf.TensorSpec(())))

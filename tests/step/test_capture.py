@@ -90,6 +90,19 @@ def test_discarded_state_is_read_but_never_written():
     assert float(variable.value) == 2
 
 
+def test_a_weight_that_was_assigned_has_the_gradient_of_its_value():
+    variable = keras.layers.Layer().add_weight(initializer="ones")
+    variable.assign(2.0)
+
+    with capture.DiscardedState(), tf.GradientTape() as tape:
+        variable.assign(3.0 * variable)
+        loss = variable * variable
+        (gradient,) = tape.gradient(loss, [variable])
+
+    assert float(gradient) == 2 * 3 * 2
+    assert float(variable.value) == 2
+
+
 def test_a_mean_of_parts_counts_their_shares(model):
     mean = keras.metrics.Mean()
     model.tracked = mean

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 from reference import MODES
 from reference import relative_error
@@ -10,6 +11,7 @@ from reference import state
 from reference import train
 
 import kmem
+from kmem.fit.session import Session
 
 
 class CallCounter(layers.Layer):
@@ -53,6 +55,14 @@ def test_state_that_depends_on_no_example_is_that_of_the_whole_batch(
     parts, _ = train(case(make), mode=mode, microbatches=3)
 
     assert relative_error(state(parts), state(whole)) < 1e-12
+
+
+def test_a_layer_that_assigns_its_weight_can_come_in_parts():
+    model, _ = case(spectral)()
+    session = Session(model, kmem.MemoryOptions(microbatches=2))
+    batch = tf.TensorSpec((None, 4)), tf.TensorSpec((None, 1))
+
+    assert session.layers_that_differ(batch) == []
 
 
 @pytest.mark.filterwarnings("ignore:Layers whose state")
