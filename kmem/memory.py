@@ -37,9 +37,7 @@ _DEVICE = re.compile(r"/?(?:device:)?(CPU|GPU)(?::(\d+))?", re.IGNORECASE)
 
 
 def limit(
-    size: int | str | None,
-    device: str | None = None,
-    pool: bool | str = False,
+    size: int | str | None, device: str | None = None, pool: bool | str = False
 ) -> None:
     """Limits the memory that TensorFlow may use on a device.
 

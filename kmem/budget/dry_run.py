@@ -154,9 +154,7 @@ def timed(step: Callable[..., Any], *arguments: Any) -> float:
 
 
 def measured(
-    step: Callable[[], Any],
-    group: Engine,
-    is_traced: bool = False,
+    step: Callable[[], Any], group: Engine, is_traced: bool = False
 ) -> Measurement | None:
     """Takes two steps, or more if these need other than one another, and
     measures them.
@@ -193,10 +191,9 @@ def measured(
     except tf.errors.InvalidArgumentError as error:
         *_, what = error.message.split("\n\n")
         raise ValueError(
-            "A step must take random numbers of the batch's shapes, which "
-            "kmem tries it with before it trains: assert what a step's "
-            "values are in the input pipeline, or use `microbatches`. "
-            f"Received: {what}"
+            "A step must take random numbers of the batch's shapes, which kmem "
+            "tries it with before it trains: assert what a step's values are "
+            f"in the input pipeline, or use `microbatches`. Received: {what}"
         ) from error
     # Where few have the highest peak, others may have a higher one.
     peak_bytes = 2 * max(peaks) - int(statistics.median(peaks))

@@ -194,10 +194,8 @@ class BudgetedInference:
 
     def _covering(self, kind: str, batch: Any) -> _Bucket | None:
         """What was chosen for such batches, or larger ones."""
-        for bucket in self._buckets:
-            if bucket.kind == kind and batches.covers(bucket.batch, batch):
-                return bucket
-        return None
+        mine = (x for x in self._buckets if x.kind == kind)
+        return next((x for x in mine if batches.covers(x.batch, batch)), None)
 
     def _learn(self, bucket: _Bucket, peak_bytes: int) -> None:
         """Takes note of what a step needed."""
@@ -266,7 +264,11 @@ class BudgetedInference:
         # What a step with some examples takes, of the last that fitted.
         fitting: list[tuple[int, float]] = []
         for _ in range(2 * tuning.MAX_ATTEMPTS):
-            own = self._steps.needed_bytes(kind, batch, size, 1)
+            try:
+                own = self._steps.needed_bytes(kind, batch, size, 1)
+            except ValueError:
+                # Made for batches of one size, as a `train_step` may be, too.
+                size, own = rows, self._steps.needed_bytes(kind, batch, rows, 1)
             if own is None or taken(size, own) > room:
                 if not fitting:
                     peak = None if own is None else others + taken(1, own)

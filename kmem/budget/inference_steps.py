@@ -252,8 +252,7 @@ def attempt(step: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
 def some_rows(data: Any, start: int, size: int) -> Any:
     """Some rows of a batch, as tensors."""
     return keras.tree.map_structure(
-        lambda leaf: leaf[start : start + size] if np.ndim(leaf) else leaf,
-        data,
+        lambda leaf: leaf[start : start + size] if np.ndim(leaf) else leaf, data
     )
 
 

@@ -18,13 +18,13 @@ from typing_extensions import Unpack
 from kmem import memory as device_memory
 from kmem.base import checks
 from kmem.base import drawing
-from kmem.base.private_keras import is_built
 from kmem.base.sizes import format_size
 from kmem.base.sizes import parse_size
 from kmem.budget import dry_run
 from kmem.budget.dry_run import Measurement
 from kmem.budget.inference_steps import InferenceSteps
 from kmem.fit.session import Session
+from kmem.keras_graph.profiling import check_built
 from kmem.options import MemoryArguments
 from kmem.options import MemoryOptions
 from kmem.sharding.engine import Engine
@@ -118,11 +118,7 @@ def largest_batch(
             f"Received: {', '.join(others)}"
         )
     checks.positive_int(multiple_of, "multiple_of")
-    if not is_built(model):
-        raise ValueError(
-            "The model must be built: call it, or `model.build()`, first. "
-            f"Received: model={model.name}"
-        )
+    check_built(model)
     if not device_memory.is_counted():
         raise RuntimeError(
             "`largest_batch` must count the bytes of dry runs, which needs "

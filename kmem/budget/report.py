@@ -132,9 +132,8 @@ def describe(options: MemoryOptions) -> str:
     words = []
     if options.microbatches is not None:
         words.append(f"microbatches={options.microbatches.count}")
-    for name in ("remat", "chunked_loss", "chunked_attention"):
-        if getattr(options, name):
-            words.append(name)
+    names = ("remat", "chunked_loss", "chunked_attention")
+    words += [name for name in names if getattr(options, name)]
     if options.mixed_precision is not None:
         words.append(options.mixed_precision.dtype)
     if options.sharding is not None:

@@ -27,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with so many micro-batches",
     )
     parser.add_argument(
-        "--mixed-precision",
-        choices=("bfloat16", "float16"),
-        help="in 16 bits",
+        "--mixed-precision", choices=("bfloat16", "float16"), help="in 16 bits"
     )
 
 

@@ -35,10 +35,9 @@ def check(model, options: MemoryOptions) -> None:
     own_steps = getattr(model.optimizer, "gradient_accumulation_steps", None)
     if options.gradient_accumulation_steps is not None and own_steps:
         raise ValueError(
-            "Gradients must be accumulated by kmem or by the optimizer, not "
-            "by both: make the optimizer without "
-            "`gradient_accumulation_steps`. Received: "
-            f"optimizer.gradient_accumulation_steps={own_steps}"
+            "Gradients must be accumulated by kmem or by the optimizer, not by "
+            "both: make the optimizer without `gradient_accumulation_steps`. "
+            f"Received: optimizer.gradient_accumulation_steps={own_steps}"
         )
     if not options.allows_xla:
         _check_xla(model, options)

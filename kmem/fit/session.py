@@ -104,7 +104,7 @@ class Session:
             mixed = Mixed(model, options.mixed_precision)
             optimizer = mixed.optimizer
         optimizer = optimizer or model.optimizer
-        self.changes = Changes(model, optimizer)
+        self.changes = Changes(model, optimizer, options.dtr is not None)
         if plan is not None:
             train_step = planned(model, options, plan, recording)
         processes = Alone()

@@ -141,6 +141,8 @@ class Changes:
 
     Args:
         optimizer: What its steps see as `model.optimizer`.
+        is_eager: Whether they run without a graph, which cannot tell then what
+            they change.
 
     Attributes:
         before: The state before the step that is taken, where it is kept.
@@ -148,7 +150,8 @@ class Changes:
 
     before: State | None = None
 
-    def __init__(self, model: keras.Model, optimizer):
+    def __init__(self, model: keras.Model, optimizer, is_eager: bool = False):
+        is_eager = is_eager or model.run_eagerly
         self._states: list[State] = []
         self._model = model
         self._optimizer = optimizer
@@ -156,6 +159,9 @@ class Changes:
         # What only the graph of a step tells.
         self._others: list[tf.Variable] = []
         self._is_made = all(each.built for each in capture.optimizers(model))
+        # A step of one's own may train a part of the model, and nobody knows
+        # which before it is traced.
+        self._is_own = not is_eager and capture.has_own_step(model)
 
     @property
     def named(self) -> list:
@@ -222,12 +228,13 @@ class Changes:
 
         Args:
             batch: What the step gets, as `tf.TensorSpec`s. It is traced if
-                the model has several optimizers.
+                the model has several optimizers, or a step of its own.
         """
         model, optimizer = self._model, self._optimizer
         strategy, step = model.distribute_strategy, self._train_step
         own = optimizer, getattr(optimizer, "inner_optimizer", None)
-        if all(each in own for each in capture.optimizers(model)):
+        known = all(each in own for each in capture.optimizers(model))
+        if known and not self._is_own:
             with strategy.scope():
                 build_optimizer(optimizer, model.trainable_variables)
         elif batch is not None and not self._is_made:

@@ -114,9 +114,7 @@ def kept(readers: list[tf.Operation], gradients: list) -> list:
 def _identity(gradient):
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
-            _identity(gradient.values),
-            gradient.indices,
-            gradient.dense_shape,
+            _identity(gradient.values), gradient.indices, gradient.dense_shape
         )
     return names.copy(gradient)
 

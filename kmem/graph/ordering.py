@@ -60,9 +60,7 @@ def is_unordered(op: tf.Operation) -> bool:
 
 
 def hold_back(
-    gradients: list,
-    differentiated: bool = False,
-    loss: tf.Tensor | None = None,
+    gradients: list, differentiated: bool = False, loss: tf.Tensor | None = None
 ) -> "Order | None":
     """Orders a backward pass that was just traced; nothing in eager mode.
 
@@ -221,9 +219,7 @@ class Order:
         return ends or before
 
     def finish(
-        self,
-        ops: list[tf.Operation],
-        ends: list[tf.Operation] | None = None,
+        self, ops: list[tf.Operation], ends: list[tf.Operation] | None = None
     ) -> None:
         """Makes the pass wait for operations that use up what it made.
 

@@ -286,11 +286,9 @@ class _Reader:
                 value = node.reads[node.views[place]]
             return value
 
-        origins = set()
-        for value in map(origin, self._pushed):
-            # What the iteration before it made, or what is always the same.
-            origins.add(origin(next_value.get(value, value)))
-        made = [maker[value] for value in origins if value in maker]
+        # What the iteration before it made, or what is always the same.
+        before = (next_value.get(v, v) for v in map(origin, self._pushed))
+        made = [maker[v] for v in set(map(origin, before)) if v in maker]
         return sum(node.sizes[place] for node, place in made)
 
     def _branches(self, graph, op, node: Node) -> None:

@@ -26,6 +26,7 @@ from kmem.planning.network import Stage
 from kmem.step import batches
 from kmem.step.batches import num_bytes
 from kmem.step.capture import has_own_step
+from kmem.step.capture import optimizers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,11 +147,7 @@ def record_batch(model: keras.Model, batch: Any) -> Recording:
 
 def checked_specs(model: keras.Model, batch: Any) -> Any:
     """The shapes of a batch of which a model can be traced."""
-    if not is_built(model):
-        raise ValueError(
-            "The model must be built: call it, or `model.build()`, first. "
-            f"Received: model={model.name}"
-        )
+    check_built(model)
     specs = batches.specs_of(batch)
     for spec in keras.tree.flatten(specs):
         if spec is not None and not spec.shape.is_fully_defined():
@@ -161,11 +158,19 @@ def checked_specs(model: keras.Model, batch: Any) -> Any:
     return specs
 
 
+def check_built(model: keras.Model) -> None:
+    """Refuses a model without its variables. A step of its own that was traced
+    has made those that it uses."""
+    is_traced = has_own_step(model) and any(x.built for x in optimizers(model))
+    if not (is_traced or is_built(model)):
+        raise ValueError(
+            "The model must be built: call it, or `model.build()`, first. "
+            f"Received: model={model.name}"
+        )
+
+
 def measure(
-    recording: Recording,
-    costs: Costs,
-    verbose: int = 0,
-    compiled: bool = False,
+    recording: Recording, costs: Costs, verbose: int = 0, compiled: bool = False
 ) -> Profile:
     """Costs each call; equal calls are run once."""
     cost_by_signature: dict[str, Cost] = {}

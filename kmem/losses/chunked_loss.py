@@ -50,9 +50,8 @@ def check(model: keras.Model) -> None:
     flat = keras.tree.flatten(model.loss)
     if len(flat) != 1:
         raise ValueError(
-            "`chunked_loss` needs one loss on the model's one output: add "
-            "the others in a layer, with `add_loss`. Received: "
-            f"loss={model.loss!r}"
+            "`chunked_loss` needs one loss on the model's one output: add the "
+            f"others in a layer, with `add_loss`. Received: loss={model.loss!r}"
         )
     (loss,) = flat
     if isinstance(loss, str) and loss.lower() in ("crossentropy", "ce"):

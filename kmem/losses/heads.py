@@ -225,9 +225,8 @@ def _checked(layer, after) -> Head:
     if not known or layer.activity_regularizer is not None:
         raise ValueError(
             "`chunked_loss` needs a last layer of float numbers, or quantized "
-            "to int8 or int4, without an activity regularizer. "
-            f"{_INSTEAD}. Received: layer={layer.name}, "
-            f"quantization_mode={quantized}"
+            f"to int8 or int4, without an activity regularizer. {_INSTEAD}. "
+            f"Received: layer={layer.name}, quantization_mode={quantized}"
         )
     is_reversed = not isinstance(layer, keras.layers.Dense)
     activation = None if is_reversed else layer.activation

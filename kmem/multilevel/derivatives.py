@@ -132,10 +132,7 @@ class Derivatives:
         return mean_over_replicas(self.workers.total(sums, own))
 
     def gradient(
-        self,
-        batch: Any,
-        wrt: list | None = None,
-        at: Tensors | None = None,
+        self, batch: Any, wrt: list | None = None, at: Tensors | None = None
     ) -> Tensors:
         """The gradient of the loss.
 
@@ -150,10 +147,7 @@ class Derivatives:
         return self.loss_and_gradient(batch, wrt, at)[1]
 
     def loss_and_gradient(
-        self,
-        batch: Any,
-        wrt: list | None = None,
-        at: Tensors | None = None,
+        self, batch: Any, wrt: list | None = None, at: Tensors | None = None
     ) -> tuple[Tensors, Tensors]:
         """The loss with what else goes into the logs, and the loss's gradient;
         see `gradient`."""
@@ -246,8 +240,7 @@ class Derivatives:
                 "derivatives: replace the operator, or give the level "
                 "`hypergradient=FiniteDifference()`, which needs none. What "
                 "`keras.remat`, `keras.RematScope` or `tf.recompute_grad` runs "
-                "again has none; `kmem.remat.recompute` has. "
-                f"Received: {error}"
+                f"again has none; `kmem.remat.recompute` has. Received: {error}"
             ) from error
         if scale is not None:
             products = [t * norm for t in products]

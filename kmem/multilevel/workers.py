@@ -128,9 +128,8 @@ def check(program: keras.Model, levels: list, option: Sharding) -> None:
         )
     if program.jit_compile:
         raise ValueError(
-            "`sharding` sends weights between operators, and XLA cannot: "
-            "call `program.compile(jit_compile=False)`. "
-            "Received: jit_compile=True"
+            "`sharding` sends weights between operators, and XLA cannot: call "
+            "`program.compile(jit_compile=False)`. Received: jit_compile=True"
         )
     for level in levels:
         if level.start is not None or level.kept_steps:

@@ -69,9 +69,8 @@ class Plan(drawing.Shown):
             ):
                 raise ValueError(
                     "`segments` must be in order, within the segment around "
-                    "them, and such as the network allows. Received: a "
-                    f"segment of stages {begin} to {end} within {start} to "
-                    f"{stop}"
+                    "them, and such as the network allows. Received: a segment "
+                    f"of stages {begin} to {end} within {start} to {stop}"
                 )
             self._check(segment.inner, begin, end)
             start = end

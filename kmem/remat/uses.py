@@ -13,6 +13,7 @@ layer again for that: there a gradient reads what the first run made of its
 arguments, as in plain training, and the second run is of variables alone.
 """
 
+import itertools
 import weakref
 
 import tensorflow as tf
@@ -70,20 +71,18 @@ def shown(
         return []
     readers = []
     repeated = _repeated.setdefault(graphs.pop(), {})
-    for one, other in both:
-        # A loop that is differentiated has more results than one that is not.
-        for output, again in zip(one.outputs, other.outputs, strict=False):
-            repeated[output.name] = again.name
-            uses = output.consumers()
-            uses_again = needed.intersection(again.consumers())
-            plain = {names.of_first(op) for op in _readers(output, COPIES)}
-            if len(plain) < 2:
-                continue
-            sums = _sums(output, backward)
-            if sums or _may_be_joined(uses):
-                readers.append(_reader(output, sums))
-            if _may_be_joined(list(uses_again)):
-                readers.append(_reader(again, []))
+    for output, again in _results(both):
+        repeated[output.name] = again.name
+        uses = output.consumers()
+        uses_again = needed.intersection(again.consumers())
+        plain = {names.of_first(op) for op in _readers(output, COPIES)}
+        if len(plain) < 2:
+            continue
+        sums = _sums(output, backward)
+        if sums or _may_be_joined(uses):
+            readers.append(_reader(output, sums))
+        if _may_be_joined(list(uses_again)):
+            readers.append(_reader(again, []))
     return readers + _merged(both, gradient, arguments)
 
 
@@ -98,20 +97,10 @@ def _merged(
     no gradient for that. TensorFlow takes both apart, and merges what they
     have in common, which is called after the gradient then. What it is called
     says to which factor of a product it moves a constant.
-
-    Args:
-        both: The operations of both runs, in pairs.
-        gradient: Those of the second run's gradient.
-        arguments: What each of the runs was given, in pairs.
     """
-    results = [
-        pair
-        for one, other in both
-        for pair in zip(one.outputs, other.outputs, strict=False)
-    ]
-    again = _repeated[results[0][0].graph] if results else {}
+    again = _repeated.get(both[0][0].graph, {}) if both else {}
     of_first: dict[str, tf.Tensor] = {}
-    for one, other in [*arguments, *results]:
+    for one, other in [*arguments, *_results(both)]:
         name = fusion.source(other, COPIES).name
         # What runs again within the function has done so by now.
         while name is not None:
@@ -126,15 +115,12 @@ def _merged(
     readers = []
     for op in gradient:
         sources = read(op)
-        if op.control_inputs or not of_first.keys() >= {*sources}:
+        # Neither what waits, nor what is run again.
+        if not sources or op.control_inputs or op.outputs[0].name in repeats:
             continue
-        if repeats.intersection(t.name for t in op.outputs):
-            continue
-        if sources and (op.type, sources) in computed:
+        if of_first.keys() >= {*sources} and (op.type, sources) in computed:
             inputs = [
-                t
-                if fusion.is_constant(t)
-                else of_first[fusion.source(t, COPIES).name]
+                of_first.get(fusion.source(t, COPIES).name, t)
                 for t in op.inputs
             ]
             copied = op.graph.create_op(
@@ -156,6 +142,13 @@ def pairs(
     if [op.type for op in first] != [op.type for op in second]:
         return []
     return list(zip(first, second, strict=True))
+
+
+def _results(both: list[tuple]) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Those of operations, in pairs. A loop that is differentiated has more
+    than one that is not."""
+    of = [zip(a.outputs, b.outputs, strict=False) for a, b in both]
+    return [*itertools.chain(*of)]
 
 
 def _may_be_joined(uses: list[tf.Operation]) -> bool:
@@ -230,11 +223,8 @@ def keep_residuals(
     Where the two are not alike, such as a loop, which has more results once
     it is differentiated, the second run stays.
     """
-    first_outputs = {
-        repeated.ref(): output
-        for one, other in pairs(first, second)
-        for output, repeated in zip(one.outputs, other.outputs, strict=False)
-    }
+    both = _results(pairs(first, second))
+    first_outputs = {repeated.ref(): output for output, repeated in both}
     for op in gradient:
         for index, tensor in enumerate(op.inputs):
             source = fusion.source(tensor, COPIES)

@@ -115,10 +115,7 @@ def save(
                     )
                 ],
                 "variables": [
-                    {
-                        **_description(kind, variable),
-                        "pieces": placed,
-                    }
+                    {**_description(kind, variable), "pieces": placed}
                     for (kind, variable), placed in zip(
                         variables, pieces, strict=True
                     )

@@ -53,10 +53,9 @@ _PIECE_BYTES = 2**22
 
 # How dtypes travel that the runtime does not take.
 _SAME_BITS = {tf.bfloat16: tf.float16, tf.uint32: tf.int32, tf.uint64: tf.int64}
-_WIDER = {
-    dtype: tf.int32
-    for dtype in (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16)
-}
+_WIDER = dict.fromkeys(
+    (tf.bool, tf.int8, tf.uint8, tf.int16, tf.uint16), tf.int32
+)
 # Sums of 16 bits would be rounded once for each process.
 _SUMMED_IN = {tf.bfloat16: tf.float32, tf.float16: tf.float32}
 

@@ -141,8 +141,7 @@ def _check_in_shards(model, options: MemoryOptions) -> None:
             "`memory_budget` measures the whole model in each process, and "
             "cannot measure one that was built under `kmem.ShardedStrategy`: "
             "give `microbatches`, and a `kmem.Plan` as `remat`, instead. "
-            "Received: "
-            f"memory_budget={options.memory_budget}"
+            f"Received: memory_budget={options.memory_budget}"
         )
     plans = options.remat is not None and not options.remat.plan
     if plans and engine().size > 1:

@@ -53,11 +53,7 @@ class ShardedTraining(Mechanism):
     between_steps = True
 
     def __init__(
-        self,
-        model: keras.Model,
-        optimizer,
-        option: Sharding,
-        num_batches: int,
+        self, model: keras.Model, optimizer, option: Sharding, num_batches: int
     ):
         self._model = model
         self._optimizer = optimizer

@@ -179,8 +179,7 @@ class Updater:
         while by_variable:
             # Those that it was made of are freed.
             mean.append(_weighted_sum(by_variable.pop(), factors))
-        mean = mean[::-1]
-        mean = self._processes.add_up_group(mean, variables)
+        mean = self._processes.add_up_group(mean[::-1], variables)
         with contextlib.ExitStack() as stack:
             if num_replicas > 1:
                 present = [g for g in mean if g is not None]

@@ -35,16 +35,16 @@ class DiscardedState(keras.StatelessScope):
 
     def __init__(self):
         super().__init__(collect_losses=True)
+        tape = tf.GradientTape
+        self._tapes = patching.method(tape, "gradient", self._gradient)
 
     def __enter__(self):
-        tapes = patching.method(tf.GradientTape, "gradient", self._gradient)
-        self._tapes = contextlib.ExitStack()
-        self._tapes.enter_context(tapes)
+        self._tapes.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self._tapes.close()
+        self._tapes.__exit__(*error)
 
     def get_current_value(self, variable):
         value = super().get_current_value(variable)

@@ -186,8 +186,7 @@ class GradientStep:
             return changes + last.tensors()
 
         sums = parts.sum_traced(
-            *(run, batch_rows, totals, before),
-            order=lambda: last.order,
+            *(run, batch_rows, totals, before), order=lambda: last.order
         )
         if state:
             state.change(before, sums[: len(before)])

@@ -350,3 +350,24 @@ def test_a_state_for_each_example_is_refused():
 
     with pytest.raises(ValueError, match="with stateful=True"):
         kmem.wrap(model).predict(x, batch_size=4, memory_budget="1GB")
+
+
+class _Rows(layers.Layer):
+    """For batches of eight examples alone."""
+
+    def call(self, x):
+        return keras.ops.reshape(x, (8, 4))
+
+
+def test_a_step_for_batches_of_one_size_is_taken_whole():
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+
+    def logs(**options):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        model = keras.Model(inputs, layers.Dense(4)(_Rows()(inputs)))
+        model.compile("sgd", "mse")
+        fit = {"batch_size": 8, "validation_data": (x, x), "verbose": 0}
+        return kmem.wrap(model).fit(x, x, **fit, **options).history
+
+    assert logs(memory_budget="1GB") == logs()

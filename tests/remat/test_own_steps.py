@@ -200,3 +200,42 @@ def test_a_step_without_a_loss_is_planned_as_far_as_it_calls_layers():
 
     logs = model.fit(np.ones((4, WIDTH)), verbose=0, remat="auto").history
     assert logs.keys() == {"sum"}
+
+
+class Student(keras.Model):
+    """It trains one of its parts; what only `test_step` calls is not built."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.student = block(), block()
+        self.noise = keras.Sequential([layers.Dense(WIDTH)])
+
+    def train_step(self, x):
+        wanted = self.teacher(x)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.student(x) - wanted) ** 2)
+        weights = self.student.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"remat": "auto"}, {"memory_budget": "1GB"}, {"microbatches": 2}],
+    ids=lambda options: next(iter(options)),
+)
+def test_an_optimizer_has_what_the_step_updates(options):
+    x = np.random.default_rng(0).normal(size=(8, WIDTH)).astype("float32")
+
+    def trained(**options):
+        keras.utils.set_random_seed(0)
+        model = Student()
+        model.compile("adam")
+        kmem.wrap(model).fit(x, batch_size=8, epochs=2, verbose=0, **options)
+        return [v.numpy() for v in model.optimizer.variables]
+
+    got, expected = trained(**options), trained()
+
+    assert len(got) == len(expected)
+    for value, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-7)
