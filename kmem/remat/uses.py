@@ -110,13 +110,13 @@ def _merged(
         given = (t for t in op.inputs if not fusion.is_constant(t))
         return tuple(fusion.source(t, COPIES).name for t in given)
 
-    computed = {(other.type, read(other)) for _, other in both}
+    computed = {(other.type, read(other)) for _, other in both if read(other)}
     repeats = {*again.values()}
     readers = []
     for op in gradient:
         sources = read(op)
         # Neither what waits, nor what is run again.
-        if not sources or op.control_inputs or op.outputs[0].name in repeats:
+        if op.control_inputs or any(t.name in repeats for t in op.outputs):
             continue
         if of_first.keys() >= {*sources} and (op.type, sources) in computed:
             inputs = [

@@ -648,6 +648,38 @@ def test_longer_batches_are_chosen_for_and_shorter_ones_are_not():
     assert reports[3] == reports[0]
 
 
+@pytest.mark.filterwarnings("ignore:Layers")
+def test_the_fewest_micro_batches_are_chosen_among_all_options():
+    """Dropout draws for each: with half of the memory fewer will do."""
+    x = np.ones((8, 256, 4), "float32")
+    quiet = {"batch_size": 8, "verbose": 0}
+
+    def fit(**options):
+        keras.utils.set_random_seed(0)
+        outputs = inputs = keras.Input((256, 4))
+        for width in (64, 64, 64, 64, 4):
+            outputs = layers.Dense(width, "tanh")(outputs)
+            outputs = layers.Dropout(0.1)(outputs)
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", "mse")
+        model = kmem.wrap(model)
+        model.fit(x, x, **quiet, **options)
+        return model
+
+    half = {"mixed_precision": "bfloat16", "microbatches": 4}
+    model = fit(**half)
+    gc.collect()
+    in_use = kmem.memory.current()
+    with kmem.memory.track() as usage:
+        model.fit(x, x, **quiet, **half)
+    budget = in_use + int(1.1 * (usage.peak_bytes - in_use))
+
+    model = fit(memory_budget=budget, allow="mixed_precision")
+
+    chosen = model.memory_report.chosen.options
+    assert chosen.mixed_precision and chosen.num_parts <= 4
+
+
 @pytest.mark.parametrize("option", ["remat", "memory_budget"])
 def test_a_batch_whose_tensors_differ_in_rows_stays_whole(option):
     """Those of graphs do: a label is of several nodes."""
