@@ -83,7 +83,7 @@ class BudgetedInference:
     ):
         self.model: Any = model
         self.tell = tell
-        self._options = options
+        self._given: Any = options.memory_budget
         self._budget = budget_bytes(options)
         self._steps = InferenceSteps(model, steps)
         self._buckets: list[_Bucket] = []
@@ -186,11 +186,6 @@ class BudgetedInference:
                 f"A step that {_DOES[kind]} ran out of memory, and is taken "
                 f"again in {bucket.count} parts."
             )
-
-    @property
-    def _given(self) -> int | float:
-        given: Any = self._options.memory_budget
-        return given
 
     def _covering(self, kind: str, batch: Any) -> _Bucket | None:
         """What was chosen for such batches, or larger ones."""

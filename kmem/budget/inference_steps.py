@@ -10,6 +10,7 @@ normalizes by them. `InferenceSteps.difference` tells.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
 
@@ -107,15 +108,11 @@ class InferenceSteps:
         rows = batches.num_rows(batch) or 1
         size = -(-rows // count)
         function = self._function(kind, batch, 1)
-        if count == 1:
-            return _in_host_memory(function(batch))
-        starts = range(0, rows, size)
-        return joined(
-            [
-                _in_host_memory(function(some_rows(batch, start, size)))
-                for start in starts
-            ]
-        )
+        parts: Iterable = [batch]
+        if count > 1:
+            starts = range(0, rows, size)
+            parts = (some_rows(batch, start, size) for start in starts)
+        return joined([_in_host_memory(function(part)) for part in parts])
 
     def _function(self, kind: str, batch: Any, count: int) -> Callable:
         """Takes a step with a batch of any number of examples."""

@@ -90,9 +90,8 @@ class Menu:
         of two where none has less than half the examples of another."""
         if options.microbatches is not None:
             return [options.microbatches.count]
-        if not batches.can_be_split(self.batch):
-            return [1]
-        own, counts = self.size(options, 1), []
+        own = self.size(options, 1) if batches.can_be_split(self.batch) else 1
+        counts = []
         for count in range(1, own + 1):
             size = -(-own // count)
             first = own - (-(-own // size) - 1) * size

@@ -9,6 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmem.graph import fusion
+
 
 def num_rows(data) -> int | None:
     """The length of the first array, tensor or spec that has one."""
@@ -38,15 +40,21 @@ def leaves(data) -> list:
 
 
 def of_leaves(take: Callable, like: Any) -> Callable:
-    """A function of a batch as one of its `leaves`.
+    """A function of a batch as one of its `leaves`, which are called in a graph
+    what they are where Keras's iterator gives them.
 
     Args:
         take: The function of a batch.
         like: A batch of that structure, or its specs.
     """
 
+    def named(leaf):
+        # TensorFlow's graph optimizer puts factors in the order of names.
+        return fusion.lasting(tf.identity(leaf, name="IteratorGetNext"))
+
     def run(*tensors):
-        given = iter(tensors)
+        given = tf.nest.map_structure(named, tensors, expand_composites=True)
+        given = iter(given)
         return take(
             keras.tree.map_structure(
                 lambda leaf: None if leaf is None else next(given), like

@@ -132,3 +132,23 @@ def test_only_what_a_batchs_examples_have_gets_other_rows():
     assert batches.part_of((nodes, labels), 1) == (nodes, labels)
     assert not batches.can_be_split((nodes, labels))
     assert batches.can_be_split((nodes, None, tf.TensorSpec(())))
+
+
+def test_a_graph_calls_a_batch_what_it_is_called_in_keras():
+    """The graph optimizer puts the factors of a product in the order of their
+    names, and rounds so."""
+    x, y = tf.TensorSpec((4, 3)), tf.RaggedTensorSpec((4, None))
+    names = []
+
+    @tf.function
+    def names_of(*tensors):
+        def take(data):
+            flat = tf.nest.flatten(data, expand_composites=True)
+            names.extend(tensor.op.name for tensor in flat)
+
+        batches.of_leaves(take, (x, y))(*tensors)
+
+    names_of.get_concrete_function(x, y)
+
+    assert all(name.startswith("IteratorGetNext") for name in names)
+    assert len(names) == 3
