@@ -141,8 +141,7 @@ class Changes:
 
     Args:
         optimizer: What its steps see as `model.optimizer`.
-        is_eager: Whether they run without a graph, which cannot tell then what
-            they change.
+        is_eager: Whether they run without a graph, which would tell the rest.
 
     Attributes:
         before: The state before the step that is taken, where it is kept.

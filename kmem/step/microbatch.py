@@ -141,7 +141,8 @@ class GradientStep:
 
     def __call__(self, data) -> BatchGradient:
         batch = self._processes.slice(data)
-        parts = Parts(batch.data, self._num_parts, batch.fewest_rows)
+        given = batch.data, self._num_parts, batch.fewest_rows
+        parts = Parts(*given, self._adds_up)
         totals, base, apart = {}, ROWS, []
         if self._splits or self._by_group:
             totals = self._count_denominators(parts, batch)

@@ -31,6 +31,7 @@ class Parts:
         count: The number of parts, at least 1. Fewer rows make fewer parts.
         like_rows: Makes as many parts as for so many rows, of which `data` may
             have one more. `None` are its own.
+        adds_up: Whether it, or a part of it, is added to others.
 
     Attributes:
         rows: The batch's rows, an int32 scalar.
@@ -39,10 +40,10 @@ class Parts:
         ValueError: If the tensors are known to differ in their rows.
     """
 
-    def __init__(self, data: Any, count: int, like_rows=None):
+    def __init__(self, data: Any, count: int, like_rows=None, adds_up=True):
         self._data = data
         self._count = count
-        self.rows = num_rows(data)
+        self.rows = num_rows(data, adds_up)
         like_rows = self.rows if like_rows is None else like_rows
         # Rows of a part, rounded up.
         self._size = (like_rows + count - 1) // count
@@ -208,15 +209,15 @@ def slice_rows(data: Any, start, size) -> Any:
     return keras.tree.map_structure(rows_of, data)
 
 
-def num_rows(data: Any) -> tf.Tensor:
-    """The rows of a batch, an int32 scalar.
+def num_rows(data: Any, adds_up: bool = True) -> tf.Tensor:
+    """The rows of a batch, or of its first tensor, an int32 scalar.
 
     Raises:
-        ValueError: If its tensors are known to differ in them.
+        ValueError: If its tensors are known to differ in them, and it adds up.
     """
     leaves = [x for x in batches.leaves(data) if x.shape.rank != 0]
     sizes = {leaf.shape[0] for leaf in leaves} - {None}
-    if len(sizes) > 1:
+    if adds_up and len(sizes) > 1:
         raise ValueError(
             "A batch can be split only if all of its tensors have the same "
             f"number of rows. Received: rows={sorted(sizes)}"
@@ -266,7 +267,7 @@ class Alone:
 
     def slice(self, data) -> Slice:
         """The part of a batch that is this process's."""
-        return Slice(data, num_rows(data))
+        return Slice(data, num_rows(data, False))
 
     def add_up(self, tensors: list, variables: list, batch: Slice) -> list:
         """Adds up tensors over the processes.
