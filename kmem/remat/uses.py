@@ -98,31 +98,31 @@ def _merged(
     have in common, which is called after the gradient then. What it is called
     says to which factor of a product it moves a constant.
     """
+
+    def source(tensor: tf.Tensor) -> str:
+        return fusion.source(tensor, COPIES).name
+
     again = _repeated.get(both[0][0].graph, {}) if both else {}
     of_first: dict[str, tf.Tensor] = {}
     for one, other in [*arguments, *_results(both)]:
-        name = fusion.source(other, COPIES).name
+        name = source(other)
         # What runs again within the function has done so by now.
         while name is not None:
             of_first[name], name = one, again.get(name)
 
     def read(op: tf.Operation) -> tuple:
-        given = (t for t in op.inputs if not fusion.is_constant(t))
-        return tuple(fusion.source(t, COPIES).name for t in given)
+        return tuple(source(t) for t in op.inputs if not fusion.is_constant(t))
 
-    computed = {(other.type, read(other)) for _, other in both if read(other)}
-    repeats = {*again.values()}
-    readers = []
+    computed = {(other.type, read(other)) for _, other in both}
+    repeats, readers = {*again.values()}, []
     for op in gradient:
-        sources = read(op)
         # Neither what waits, nor what is run again.
         if op.control_inputs or any(t.name in repeats for t in op.outputs):
             continue
-        if of_first.keys() >= {*sources} and (op.type, sources) in computed:
-            inputs = [
-                of_first.get(fusion.source(t, COPIES).name, t)
-                for t in op.inputs
-            ]
+        sources = read(op)
+        is_known = sources and of_first.keys() >= {*sources}
+        if is_known and (op.type, sources) in computed:
+            inputs = [of_first.get(source(t), t) for t in op.inputs]
             copied = op.graph.create_op(
                 *(op.type, inputs, [t.dtype for t in op.outputs]),
                 name=op.name,
