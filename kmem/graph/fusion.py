@@ -67,18 +67,17 @@ def is_of_convolution(weight_gradient: tf.Operation) -> bool:
     return {op.type for op in readers}.issuperset(_OF_CONVOLUTION)
 
 
-def known_before(weight_gradient: tf.Operation) -> list[tf.Operation]:
-    """What to wait for, so that a weight gradient is there or can be."""
-    if weight_gradient.type in _ARITHMETIC:
-        sources = [tensor.op for tensor in weight_gradient.inputs]
-    else:
-        sources = [weight_gradient]
-    return [
-        source(op.outputs[0], ["Reshape"]).op.inputs[0].op
-        if is_of_bias(op)
-        else op
-        for op in sources
-    ]
+def known_before(
+    op: tf.Operation, reader: tf.Operation | None = None
+) -> list[tf.Operation]:
+    """What to wait for, so that a weight gradient is there or can be; of one
+    that is a sum of sums, so that each addend is."""
+    if is_of_bias(op):
+        return [source(op.outputs[0], ["Reshape"]).op.inputs[0].op]
+    goes_on = reader is None or are_joined(op, reader)
+    if op.type not in _ARITHMETIC or not goes_on:
+        return [op]
+    return [each for t in op.inputs for each in known_before(t.op, op)]
 
 
 def sum_of_three(addition: tf.Operation) -> tf.Operation | None:

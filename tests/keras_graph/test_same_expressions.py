@@ -11,6 +11,7 @@ import expressions
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 from keras import ops
 
@@ -142,4 +143,39 @@ def test_a_power_is_multiplied_as_without_a_plan(segments):
     got = expressions.of_training(approximate(), x, x, remat=plan)
 
     assert any("/again" in name for name in got.values())
+    assert got.keys() == want.keys()
+
+
+class Slope(layers.Layer):
+    """How steep a network is, in two directions: both come into the gradient
+    of its weights, with the gradients of its slope."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def call(self, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = self.network(x) + self.network(x[:, ::-1])
+        return y + tape.gradient(y, x)
+
+
+def steep():
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    network = [layers.Dense(WIDTH, "tanh") for _ in range(3)]
+    inputs = keras.Input((WIDTH,))
+    outputs = Slope(keras.Sequential(network))(inputs)
+    model = keras.Model(inputs, outputs)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return kmem.wrap(model)
+
+
+def test_a_sum_of_sums_is_added_up_as_without_a_plan():
+    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
+    want = expressions.of_training(steep(), x, x)
+
+    got = expressions.of_training(steep(), x, x, remat="auto")
+
     assert got.keys() == want.keys()
