@@ -20,6 +20,7 @@ import ctypes
 import dataclasses
 import functools
 import os
+import pathlib
 import re
 import sys
 import warnings
@@ -33,6 +34,11 @@ from kmem.base import snapshots
 from kmem.base.checks import must_be
 from kmem.base.sizes import parse_size
 
+# Where Linux says what a container may take, in its two versions.
+_CONTAINER = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
 _DEVICE = re.compile(r"/?(?:device:)?(CPU|GPU)(?::(\d+))?", re.IGNORECASE)
 
 
@@ -305,7 +311,8 @@ def capacity(device: str | None = None) -> int:
     """Returns the bytes that a device may have in use: its limit or its size.
 
     The size of a GPU is what TensorFlow takes of it; `sys.maxsize` if bytes
-    cannot be counted.
+    cannot be counted. That of a CPU is the machine's memory, or what the
+    container in which this runs may take of it.
 
     Args:
         device: See `kmem.memory.limit`.
@@ -314,6 +321,10 @@ def capacity(device: str | None = None) -> int:
     whole = sys.maxsize
     if number == bindings.CPU:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        for path in _CONTAINER:
+            # "max" says that there is no limit.
+            with contextlib.suppress(OSError, ValueError):
+                whole = min(whole, int(pathlib.Path(path).read_text("utf-8")))
     if not native.is_registered():
         return whole
     tf.config.list_logical_devices()  # TensorFlow makes them, and their pools.

@@ -582,3 +582,15 @@ def test_a_snapshot_holds_nothing_and_takes_no_memory():
     del tensor
     assert memory.current("CPU") <= before - 9 * MB
     assert any(t.num_bytes == 9 * MB for t in taken.tensors)
+
+
+def test_a_container_may_take_less_than_the_machine_has(tmp_path, monkeypatch):
+    whole = kmem.memory.capacity("CPU")
+    for name, text in {"old": "123456789\n", "new": "max\n"}.items():
+        (tmp_path / name).write_text(text)
+    files = [tmp_path / name for name in ("new", "old", "missing")]
+
+    monkeypatch.setattr(kmem.memory, "_CONTAINER", files[:1])
+    assert kmem.memory.capacity("CPU") == whole
+    monkeypatch.setattr(kmem.memory, "_CONTAINER", files)
+    assert kmem.memory.capacity("CPU") == 123456789

@@ -125,7 +125,9 @@ def largest_batch(
             "kmem's allocator: import kmem before the first TensorFlow "
             "operation."
         )
-    room = device_memory.capacity() if memory is None else parse_size(memory)
+    room = device_memory.capacity()
+    if memory is not None:
+        room = parse_size(memory, "memory")
     steps = _Steps(model, data, MemoryOptions(**options))
     return _search(steps, room, multiple_of)
 

@@ -204,10 +204,11 @@ class BudgetedSession:
 
     def _put_on(self) -> None:
         """Gives the model this session's functions."""
+        # What evaluates is chosen with what trains, which may be at the first
+        # batch. Weights that are in shards are gathered by another function.
+        chosen = [self._bucket] if self._bucket else self._buckets[-1:]
+        splits = any(map(self._inference, chosen))
         for name, function in self._functions.items():
-            # Weights that are in shards are gathered by another function.
-            bucket = self._bucket
-            splits = bucket is None or self._inference(bucket) is not None
             if name == "train_function" or splits:
                 setattr(self.model, name, function)
 

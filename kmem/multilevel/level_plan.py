@@ -52,7 +52,8 @@ class LevelPlan:
         mixed: The context in which a model computes as the level does.
 
     Raises:
-        ValueError: If the plan that is asked for is for none of the models.
+        ValueError: If there are no calls, or the plan that is asked for is
+            for none of the models.
     """
 
     def __init__(
@@ -66,6 +67,11 @@ class LevelPlan:
         self._level_name = level_name
         self._remat = remat
         self._mode: Literal["eager", "graph", "xla"] = mode
+        if not calls:
+            raise ValueError(
+                "The loss of a level with `remat` must call a model of the "
+                f"level. Received: the loss of level '{level_name}' calls none"
+            )
         costs = "measured" if memory.is_counted() else "flops"
         recordings, choosers = [], []
         for model, inputs in calls:

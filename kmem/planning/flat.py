@@ -183,7 +183,7 @@ class Genetic:
         genetic_nr_iter: Generations of the genetic search; 0 is off.
         genetic_pool_size: Plans kept in each generation.
         lb_memory_mb: Stop saving memory below this many MB.
-        num_worker: Planner threads; half of the processors by default.
+        num_worker: MegEngine's planner threads; has no effect.
 
     Raises:
         ValueError: If a field is not an integer of its range.

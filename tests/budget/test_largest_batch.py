@@ -85,6 +85,8 @@ def test_what_it_cannot_do_is_an_error():
         kmem.largest_batch(model, SPEC, "1GB", remat="auto")
     with pytest.raises(ValueError, match="positive.*Received: multiple_of=0"):
         kmem.largest_batch(model, SPEC, "1GB", 0)
+    with pytest.raises(ValueError, match="Received: memory='8XB'"):
+        kmem.largest_batch(model, SPEC, "8XB")
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="must be built"):
         kmem.largest_batch(unbuilt, SPEC, "1GB")

@@ -469,6 +469,25 @@ def test_a_batch_that_is_on_the_device_is_counted_once():
     assert abs(more) < 0.5 * batches.num_bytes(large)
 
 
+class _Evaluates(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.loss = self.model.evaluate(*_data(), _ROWS, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sharding": kmem.Sharding(cpu_offload=True)}]
+)
+def test_a_callback_may_evaluate_before_the_first_batch(options):
+    plain, given, added = (_Evaluates() for _ in range(3))
+    _fit(_model(), [plain])
+
+    _fit(_model(), [given], memory_budget="2GB", **options)
+    chosen = kmem.callbacks.MemoryOptions(memory_budget="2GB")
+    _fit(_model(), [chosen, added])
+
+    assert given.loss == added.loss == plain.loss
+
+
 class _Before(keras.callbacks.Callback):
     """Does something before a step, and holds what that gives."""
 

@@ -124,6 +124,18 @@ def test_a_plan_may_be_given_or_not_be_possible():
         fitted(remat=plan)
 
 
+def test_a_level_that_recomputes_must_call_a_model():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)], name="lower")
+
+    def size_of_weights(x):
+        return ops.mean(x) * ops.sum(ops.square(model.trainable_weights[0]))
+
+    program = Program([Level(model, size_of_weights, "sgd", remat="auto")])
+    x = tf.data.Dataset.from_tensors(np.ones((8, 4), "float32"))
+    with pytest.raises(ValueError, match="Received: .* 'lower' calls none"):
+        program.fit({"lower": x}, verbose=0)
+
+
 class _Peak(keras.callbacks.Callback):
     """The most bytes of a step after the first."""
 
