@@ -266,8 +266,13 @@ def _compares(loss, y_true, y_pred) -> bool | None:
 def _random(tensors: list, dtype: str | None = None) -> list[tf.Tensor]:
     """Numbers between 0 and 1, or either of them, in the place of tensors: in
     their dtypes, or in another one and of fewer if they are many."""
-    sizes = [[size or _UNKNOWN for size in t.shape[1:]] for t in tensors]
-    known = [[_ROWS, *size] for size in sizes]
+    # What one does not know of an axis, such as a length, another may.
+    axes = itertools.zip_longest(*(tensor.shape[1:] for tensor in tensors))
+    usual = [next(filter(None, sizes), _UNKNOWN) for sizes in axes]
+    known = [
+        [_ROWS, *(size or usual[i] for i, size in enumerate(tensor.shape[1:]))]
+        for tensor in tensors
+    ]
     if dtype and max(map(math.prod, known)) > _MANY:
         known = [[min(size, _SMALL) for size in shape] for shape in known]
     rng = np.random.default_rng(0)

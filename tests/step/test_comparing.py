@@ -98,6 +98,15 @@ def test_a_loss_of_large_arrays_is_tried_on_small_ones():
     assert usage.peak_bytes - usage.start_bytes < 2**16
 
 
+def test_what_predictions_do_not_know_of_their_shape_labels_tell():
+    loss = keras.losses.CategoricalCrossentropy()
+    with comparing.looking() as found:
+        tf.function(lambda y, outputs: loss(y, outputs)).get_concrete_function(
+            tf.TensorSpec((None, 18, 25)), tf.TensorSpec((None, None, 25))
+        )
+    assert found == {loss.name: False}
+
+
 def test_a_loss_that_takes_no_random_numbers_is_not_known():
     class Picky(keras.losses.Loss):
         def call(self, y_true, y_pred):
