@@ -211,7 +211,7 @@ class BudgetedInference:
         size = max(1, min(size, bucket.size - 1))
         rows = batches.num_rows(bucket.batch) or 1
         if bucket.count == 1:
-            self._check(bucket, None)
+            self._check(bucket, None, memory.current())
         bucket.count = -(-rows // size)
 
     def _choose(
@@ -225,7 +225,7 @@ class BudgetedInference:
             with self._steps.undone():
                 self._measure(bucket, int((1 - tuning.MARGIN) * room), others)
             if bucket.count > 1:
-                self._check(bucket, examples)
+                self._check(bucket, examples, others)
             gc.collect()
         self._buckets.append(bucket)
         if bucket.count > 1:
@@ -294,36 +294,45 @@ class BudgetedInference:
                 break
             bucket.count = -(-rows // (bucket.size - 1))
 
-    def _impossible(self, rows: int, peak: float | None, others: int):
-        single = MemoryOptions(microbatches=MicroBatches(rows))
-        least = None if peak is None else Choice(single, int(peak), 0.0)
-        return ImpossibleBudget(self._given, self._budget, least, others)
+    def _impossible(
+        self, count: int, peak: float | None, others: int, reason: str = ""
+    ) -> ImpossibleBudget:
+        options = MemoryOptions(microbatches=MicroBatches(count))
+        if count == 1:
+            options = MemoryOptions()
+        least = None if peak is None else Choice(options, int(peak), 0.0)
+        return ImpossibleBudget(
+            *(self._given, self._budget, least, others), reason=reason
+        )
 
-    def _check(self, bucket: _Bucket, examples: Any) -> None:
+    def _check(self, bucket: _Bucket, examples: Any, others: int) -> None:
         """Checks that parts give what a whole batch does.
 
         Args:
             bucket: What was chosen.
             examples: Some to compute; random data by default.
+            others: What else is in memory.
 
         Raises:
-            ValueError: If they do not.
+            ImpossibleBudget: If they do not.
         """
-        kind = bucket.kind
-        rows = min(COMPARED, batches.num_rows(bucket.batch) or 1)
+        kind, batch = bucket.kind, bucket.batch
+        rows = batches.num_rows(batch) or 1
+        num_compared = min(COMPARED, rows)
         if examples is None:
-            spec = batches.with_rows(bucket.batch, rows)
+            spec = batches.with_rows(batch, num_compared)
             examples = batches.random_data(spec)
-        examples = some_rows(examples, 0, rows)
+        examples = some_rows(examples, 0, num_compared)
         text = self._steps.difference(kind, examples)
         if text:
-            raise ValueError(
-                f"A step that {_DOES[kind]} does not fit in `memory_budget` "
-                "whole, and its batch cannot be split, because an example's "
-                "results depend on the other examples: give a smaller "
-                "`batch_size` or a larger budget. Received: of "
-                f"{rows} examples in two parts, {text}; "
-                f"{received_budget(self._given, self._budget)}"
+            with self._steps.undone():
+                own = self._steps.needed_bytes(kind, batch, rows, 1)
+            raise self._impossible(
+                *(1, None if own is None else others + own, others),
+                f" A step that {_DOES[kind]} cannot be split, because an "
+                "example's results depend on the other examples: a smaller "
+                f"`batch_size` needs less. Of {num_compared} examples in two "
+                f"parts, {text}.",
             )
 
 

@@ -153,6 +153,7 @@ class ImpossibleBudget(ValueError):
         in_use_bytes: What was in memory besides it.
         left_bytes: What more is there when it is asked for.
         tensors: See `Attributes`.
+        reason: Why nothing needs less, if that is known.
 
     Attributes:
         smallest_bytes: The smallest budget that is known to be enough, or
@@ -170,6 +171,7 @@ class ImpossibleBudget(ValueError):
         in_use_bytes: int,
         left_bytes: int = 0,
         tensors: tuple = (),
+        reason: str = "",
     ):
         self.tensors = tensors
         self.smallest_bytes: int | None = None
@@ -190,7 +192,7 @@ class ImpossibleBudget(ValueError):
                 f"to need ({describe(self.options)})."
             )
         received = received_budget(budget, budget_bytes)
-        message = f"{message} Received: {received}"
+        message = f"{message}{reason} Received: {received}"
         if tensors:
             largest = map(str, tensors[:_NUM_NAMED])
             message = "\n  ".join([f"{message}\n{_LARGEST}", *largest])
