@@ -13,7 +13,6 @@ import keras
 import numpy as np
 
 from kmem import memory
-from kmem.base.private_keras import is_built
 from kmem.budget import dry_run
 from kmem.budget import tuning
 from kmem.budget.correction import Corrector
@@ -40,6 +39,7 @@ from kmem.step import batches
 from kmem.step import updates
 from kmem.step.capture import DiscardedState
 from kmem.step.capture import has_own_step
+from kmem.step.capture import has_variables
 
 _learned: dict[tuple, Learned] = {}
 _networks: dict[tuple, Network] = {}
@@ -318,7 +318,7 @@ def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
 
 def build(model: keras.Model, batch) -> None:
     """Makes a model's variables, as Keras does in its first step."""
-    if is_built(model):
+    if has_variables(model):
         return
     if has_own_step(model):
         # It may call other models, and this one never.

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from kmem.base import private_tf
 from kmem.base.checks import must_be
-from kmem.base.private_keras import is_built
 from kmem.base.sizes import format_size
 from kmem.keras_graph import costs as call_costs
 from kmem.keras_graph.costs import Cost
@@ -26,7 +25,7 @@ from kmem.planning.network import Stage
 from kmem.step import batches
 from kmem.step.batches import num_bytes
 from kmem.step.capture import has_own_step
-from kmem.step.capture import optimizers
+from kmem.step.capture import has_variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,10 +158,8 @@ def checked_specs(model: keras.Model, batch: Any) -> Any:
 
 
 def check_built(model: keras.Model) -> None:
-    """Refuses a model without its variables. A step of its own that was traced
-    has made those that it uses."""
-    is_traced = has_own_step(model) and any(x.built for x in optimizers(model))
-    if not (is_traced or is_built(model)):
+    """Refuses a model without its variables."""
+    if not has_variables(model):
         raise ValueError(
             "The model must be built: call it, or `model.build()`, first. "
             f"Received: model={model.name}"

@@ -250,6 +250,13 @@ def has_own_step(model) -> bool:
     return model.compiled and not has_default_step(model)
 
 
+def has_variables(model) -> bool:
+    """Whether a model has those that it trains with; a step of its own that
+    was traced has made them, and may not call all of the model."""
+    was_traced = has_own_step(model) and any(x.built for x in optimizers(model))
+    return was_traced or private_keras.is_built(model)
+
+
 def optimizers(model) -> Iterator[keras.optimizers.Optimizer]:
     """Those that the model, or a layer that trains by itself, holds."""
     for each in _held(model):
