@@ -20,10 +20,6 @@ from kmem.base import native
 from kmem.base import private_tf
 from kmem.budget import tuning
 from kmem.fit.session import Session
-from kmem.keras_graph.recording import Recording
-from kmem.options import MemoryOptions
-from kmem.planning.network import Segment
-from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
 from kmem.sharding.engine import Engine
 from kmem.step import batches
@@ -93,43 +89,14 @@ def of_session(
     return dry_run(session.model, batch, *around, spec, group=group)
 
 
-@dataclasses.dataclass
-class Runner:
-    """Runs a model's step by plans.
-
-    Attributes:
-        session: What ran the last one: others would take memory.
-        segments: What that plan recomputes.
-    """
-
-    model: Any
-    options: MemoryOptions
-    batch: Any
-    recording: Recording
-    spec: Any
-    session: Session | None = None
-    segments: tuple[Segment, ...] | None = None
-
-    @property
-    def can_run(self) -> bool:
-        """Whether a step can be run, and its bytes are counted."""
-        strategy = self.model.distribute_strategy
-        # Several workers would have to agree on what to run.
-        alone = strategy.num_replicas_in_sync == 1 or isinstance(
-            strategy, tf.distribute.MirroredStrategy
-        )
-        return self.model.compiled and alone and memory.is_counted()
-
-    def __call__(self, plan: Plan) -> Measurement | None:
-        """What it takes; `None` if it ran out of memory."""
-        # First the one before goes.
-        self.session, self.segments = None, plan.segments
-        session = Session(
-            self.model, self.options, plan, recording=self.recording
-        )
-        measured = of_session(session, self.batch, self.spec)
-        self.session = session
-        return measured and measured.agreed(agreeing.processes(self.options))
+def is_possible(model: Any) -> bool:
+    """Whether a model's step can be run, and its bytes are counted."""
+    strategy = model.distribute_strategy
+    # Several workers would have to agree on what to run.
+    alone = strategy.num_replicas_in_sync == 1 or isinstance(
+        strategy, tf.distribute.MirroredStrategy
+    )
+    return model.compiled and alone and memory.is_counted()
 
 
 @contextlib.contextmanager

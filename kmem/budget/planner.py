@@ -32,6 +32,7 @@ from kmem.planning.choosing import Chooser
 from kmem.planning.flat import Genetic
 from kmem.planning.network import MEASURED
 from kmem.planning.network import Network
+from kmem.planning.network import Segment
 from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
 from kmem.sharding.engine import Engine
@@ -234,13 +235,23 @@ def make_plan(
     _learned[key] = learned
     while len(_learned) > tuning.MAX_KEPT:
         _learned.pop(next(iter(_learned)))
-    run = dry_run.Runner(model, options, batch, recording, spec)
+    # What ran the last plan, by what that recomputes.
+    ran: dict[tuple[Segment, ...], Session] = {}
+
+    def run(plan: Plan) -> dry_run.Measurement | None:
+        # First the one before goes: it would take memory.
+        ran.clear()
+        session = Session(model, options, plan, recording=recording)
+        ran[plan.segments] = session
+        measurement = dry_run.of_session(session, batch, spec)
+        return measurement and measurement.agreed(group)
+
     corrector = Corrector(
-        *(learned, microbatch, mode, in_use), run if run.can_run else None
+        *(learned, microbatch, mode, in_use),
+        run if dry_run.is_possible(model) else None,
     )
     plan = corrector.plan(remat.budget, reserved_bytes, argument)
-    session = run.session if run.segments == plan.segments else None
-    return plan, in_use, session
+    return plan, in_use, ran.get(plan.segments)
 
 
 def measured(
