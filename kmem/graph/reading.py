@@ -83,11 +83,14 @@ class Sizes:
         rows: The batch size.
         traced_rows: The one that the graph was traced with.
         halves: Whether what grows with the batch is of 16 bits, if it is of 32.
+        iterations: How often a loop runs whose graph does not tell; `None`
+            refuses it.
     """
 
     rows: int = 1
     traced_rows: int = 1
     halves: bool = False
+    iterations: int | None = None
 
     def shape(self, tensor) -> list[int]:
         """Its shape, with the batch size."""
@@ -251,7 +254,7 @@ class _Reader:
         given = zip([t.op for t in condition.inputs], op.inputs, strict=True)
         outside, counts = dict(given), []
         for each in condition.get_operations():
-            if each.type != "Less":
+            if each.type != "Less" or not each.inputs[0].dtype.is_integer:
                 continue
             limit = fusion.source(each.inputs[1], _COPIES)
             limit = fusion.source(outside.get(limit.op, limit), _COPIES)
@@ -262,12 +265,14 @@ class _Reader:
             value = tf.get_static_value(limit)
             if value is not None:
                 counts.append(int(value))
-        if not counts:
+        if counts:
+            return min(counts)
+        if self._sizes.iterations is None:
             raise ValueError(
                 "The model's loops must run a number of times that is known "
                 f"when the step is traced. Received: the loop {op.name}"
             )
-        return min(counts)
+        return self._sizes.iterations
 
     def _growth(self, program: Program) -> int:
         """What an iteration leaves in lists."""

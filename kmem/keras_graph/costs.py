@@ -22,10 +22,12 @@ import tensorflow as tf
 from kmem import memory
 from kmem.base import private_tf
 from kmem.graph import ordering
+from kmem.graph import reading
 from kmem.graph import releasing
 from kmem.graph import repeats
 from kmem.keras_graph.recording import Call
 from kmem.keras_graph.recording import root
+from kmem.planning import allocations
 from kmem.remat import purity
 from kmem.remat import state
 from kmem.step import capture
@@ -364,28 +366,10 @@ def _computed_seconds(function) -> float:
 
 
 def _computed_peak_bytes(function) -> int:
-    """What a graph makes, at its peak if its operations run in order."""
-    operations = function.graph.get_operations()
-    last_reader = {
-        root(tensor).ref(): number
-        for number, operation in enumerate(operations)
-        for tensor in operation.inputs
-    }
-    # Results stay.
-    results = {root(tensor).ref() for tensor in function.graph.outputs}
-    in_use = peak_bytes = 0
-    dies: dict[int, int] = {}
-    for number, operation in enumerate(operations):
-        for tensor in operation.outputs:
-            if root(tensor) is not tensor or not _is_memory(tensor):
-                continue
-            in_use += num_bytes(tensor)
-            if tensor.ref() not in results:
-                last = last_reader.get(tensor.ref(), number)
-                dies[last] = dies.get(last, 0) + num_bytes(tensor)
-        peak_bytes = max(peak_bytes, in_use)
-        in_use -= dies.get(number, 0)
-    return peak_bytes
+    """What a graph makes, at its peak."""
+    sizes = reading.Sizes(iterations=1)
+    program = reading.read(function.graph, sizes)
+    return allocations.simulate(program.nodes, program.results).num_bytes
 
 
 def _of_one_replica(variable):

@@ -253,3 +253,34 @@ def test_what_is_between_layers_is_known_in_another_process():
     assert any("NoneType" in each for each in found)
     # No address, which is another one there.
     assert not any("0x" in each for each in found)
+
+
+class Doubled(layers.Layer):
+    """Until its numbers are large."""
+
+    def call(self, x):
+        (y,) = tf.while_loop(
+            lambda y: tf.reduce_sum(y) < 1e6, lambda y: (2.0 * tf.tanh(y),), [x]
+        )
+        return y
+
+
+@pytest.mark.parametrize(
+    ("layer", "least", "most"),
+    [
+        # The allocator's blocks are multiples of 64 bytes.
+        (layers.Dense(WIDTH, "relu"), 0, 64),
+        (layers.BatchNormalization(), VALUE, 2 * VALUE),
+        # Once round, since nobody knows how often.
+        (Doubled(), VALUE, 4 * VALUE),
+    ],
+    ids=lambda each: getattr(each, "name", None),
+)
+def test_what_is_needed_is_computed_where_bytes_are_not_counted(
+    monkeypatch, layer, least, most
+):
+    monkeypatch.setattr(kmem.memory, "is_counted", lambda: False)
+
+    found = cost(layer)
+
+    assert least <= found.backward_workspace_bytes <= most
