@@ -113,5 +113,7 @@ def finish(
     for each in axes.figure.axes:
         handles, labels = each.get_legend_handles_labels()
         artists |= dict(zip(labels, handles, strict=True))
+    # Of several pictures the last one has it.
+    axes.figure.legends.clear()
     place = {"loc": "outside lower center", "ncols": columns_below}
     axes.figure.legend(artists.values(), artists, frameon=False, **place)

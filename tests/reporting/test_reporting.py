@@ -180,6 +180,7 @@ def test_a_model_that_fits_as_it_is_has_a_page_too(model, tmp_path):
 
 def test_the_step_is_drawn_before_and_after():
     figure = pictures.draw_step(REPORT, GRAPHS)
+    assert len(figure.legends) == 1
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles == [
         "plain: 110.00 MB at the peak",
