@@ -297,9 +297,8 @@ class BudgetedInference:
     def _impossible(
         self, count: int, peak: float | None, others: int, reason: str = ""
     ) -> ImpossibleBudget:
-        options = MemoryOptions(microbatches=MicroBatches(count))
-        if count == 1:
-            options = MemoryOptions()
+        parts = MicroBatches(count) if count > 1 else None
+        options = MemoryOptions(microbatches=parts)
         least = None if peak is None else Choice(options, int(peak), 0.0)
         return ImpossibleBudget(
             *(self._given, self._budget, least, others), reason=reason

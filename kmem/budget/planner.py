@@ -37,10 +37,8 @@ from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
 from kmem.sharding.engine import Engine
 from kmem.step import batches
+from kmem.step import capture
 from kmem.step import updates
-from kmem.step.capture import DiscardedState
-from kmem.step.capture import has_own_step
-from kmem.step.capture import has_variables
 
 _learned: dict[tuple, Learned] = {}
 _networks: dict[tuple, Network] = {}
@@ -329,9 +327,9 @@ def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:
 
 def build(model: keras.Model, batch) -> None:
     """Makes a model's variables, as Keras does in its first step."""
-    if has_variables(model):
+    if capture.has_variables(model):
         return
-    if has_own_step(model):
+    if capture.has_own_step(model):
         # It may call other models, and this one never.
         releasing.function(model.train_step).get_concrete_function(batch)
         return
@@ -340,7 +338,7 @@ def build(model: keras.Model, batch) -> None:
     if not all(leaf.shape.is_fully_defined() for leaf in batches.leaves(x)):
         return
     data = batches.random_data(batches.part_of(x, batches.num_rows(x) or 1))
-    with model.distribute_strategy.scope(), DiscardedState():
+    with model.distribute_strategy.scope(), capture.DiscardedState():
         model(data)
 
 

@@ -74,10 +74,9 @@ def known_before(
     that is a sum of sums, so that each addend is."""
     if is_of_bias(op):
         return [source(op.outputs[0], ["Reshape"]).op.inputs[0].op]
-    goes_on = reader is None or are_joined(op, reader)
-    if op.type not in _ARITHMETIC or not goes_on:
-        return [op]
-    return [each for t in op.inputs for each in known_before(t.op, op)]
+    if op.type in _ARITHMETIC and (reader is None or are_joined(op, reader)):
+        return [each for t in op.inputs for each in known_before(t.op, op)]
+    return [op]
 
 
 def sum_of_three(addition: tf.Operation) -> tf.Operation | None:

@@ -44,6 +44,8 @@ _BYTES_PER_SECOND = 1e10
 _NUM_RUNS = 3
 _ENOUGH_SECONDS = 0.02
 _MAX_REPEATS = 50
+# Types of operations whose results somebody else holds.
+_HELD = frozenset({"Const", "ReadVariableOp", "Placeholder"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +224,7 @@ class _Backward:
             if root(output).ref() not in places:
                 results.setdefault(root(output).ref(), i)
         rest = reads - places.keys() - results.keys()
-        kept = (ref.deref() for ref in rest if _is_memory(ref.deref()))
+        kept = [t for t in (r.deref() for r in rest) if t.op.type not in _HELD]
         self.cost = Cost(
             kept_inputs=tuple(sorted(places[r] for r in reads & places.keys())),
             kept_outputs=tuple(
@@ -262,11 +264,6 @@ def _read_before(tensors, num_forward: int) -> set:
             else:
                 waiting.append(tensor.op)
     return reads
-
-
-def _is_memory(tensor: tf.Tensor) -> bool:
-    """Whether a kept tensor takes memory that nobody else holds."""
-    return tensor.op.type not in ("Const", "ReadVariableOp", "Placeholder")
 
 
 def _run_looped(run: Callable, *specs) -> tuple[float, int]:

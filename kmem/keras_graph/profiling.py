@@ -23,9 +23,8 @@ from kmem.planning.network import MEASURED
 from kmem.planning.network import Network
 from kmem.planning.network import Stage
 from kmem.step import batches
+from kmem.step import capture
 from kmem.step.batches import num_bytes
-from kmem.step.capture import has_own_step
-from kmem.step.capture import has_variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +140,8 @@ def mode(
 
 def record_batch(model: keras.Model, batch: Any) -> Recording:
     """Records the model on a batch, of which only the shapes are used."""
-    return record(model, checked_specs(model, batch), has_own_step(model))
+    specs = checked_specs(model, batch)
+    return record(model, specs, capture.has_own_step(model))
 
 
 def checked_specs(model: keras.Model, batch: Any) -> Any:
@@ -159,7 +159,7 @@ def checked_specs(model: keras.Model, batch: Any) -> Any:
 
 def check_built(model: keras.Model) -> None:
     """Refuses a model without its variables."""
-    if not has_variables(model):
+    if not capture.has_variables(model):
         raise ValueError(
             "The model must be built: call it, or `model.build()`, first. "
             f"Received: model={model.name}"

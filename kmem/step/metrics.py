@@ -173,11 +173,14 @@ def counting_share(model: keras.Model, share) -> Iterator[Results]:
     results: Results = {}
 
     def recorded(metric, compute):
+        def leaf_at(position):
+            return keras.tree.flatten(compute())[position]
+
         value = compute()
         leaves = keras.tree.flatten(value)
         names = sorted(value) if isinstance(value, dict) else [metric.name]
         for position, leaf in enumerate(leaves):
-            anew = functools.partial(_nth_leaf, compute, position)
+            anew = functools.partial(leaf_at, position)
             results[id(leaf)] = (leaf, anew)
             if position < len(names):
                 results[names[position]] = (leaf, anew)
@@ -235,10 +238,6 @@ class Logs:
         rest = iter(sums)
         leaves = [anew() if anew else next(rest) for anew in self._anew]
         return keras.tree.pack_sequence_as(self._logs, leaves)
-
-
-def _nth_leaf(function: Callable, position: int):
-    return keras.tree.flatten(function())[position]
 
 
 def _weighted(leaf, weight) -> tf.Tensor:
