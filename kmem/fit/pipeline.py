@@ -64,9 +64,7 @@ def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
     if arguments.get("class_weight") is not None:
         # Keras makes weights of rows of it.
         specs[2] = tf.TensorSpec([rows], keras.config.floatx())
-    while specs[-1] is None:
-        specs.pop()
-    return specs[0] if len(specs) == 1 else tuple(specs)
+    return keras.utils.pack_x_y_sample_weight(*specs)
 
 
 def _dataset_batch(dataset: tf.data.Dataset) -> Any:
