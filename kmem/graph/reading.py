@@ -124,6 +124,14 @@ def read(graph: Any, sizes: Sizes) -> Program:
     return _Reader(sizes).program(graph)
 
 
+def left_bytes(loop: tf.Operation) -> int:
+    """What a loop leaves in lists for its gradient, as if it ran once where
+    its graph does not tell how often it runs."""
+    node = Node(loop.name, [], [], [], [0] * len(loop.outputs), [])
+    _Reader(Sizes(iterations=1))._loop(loop.graph, loop, node)
+    return sum(node.sizes)
+
+
 class _Reader:
     """Numbers values and nodes."""
 

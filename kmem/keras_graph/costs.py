@@ -225,6 +225,7 @@ class _Backward:
                 results.setdefault(root(output).ref(), i)
         rest = reads - places.keys() - results.keys()
         kept = [t for t in (r.deref() for r in rest) if t.op.type not in _HELD]
+        loops = {t.op for t in kept if t.op.type in ordering.LOOPS}
         self.cost = Cost(
             kept_inputs=tuple(sorted(places[r] for r in reads & places.keys())),
             kept_outputs=tuple(
@@ -236,7 +237,8 @@ class _Backward:
                 for i, g in given.items()
                 if isinstance(g, tf.Tensor) and root(g).ref() in handed_in
             ),
-            residual_bytes=sum(map(num_bytes, kept)),
+            residual_bytes=sum(map(num_bytes, kept))
+            + sum(map(reading.left_bytes, loops)),
             gradient_bytes=sum(
                 num_bytes(g.values if isinstance(g, tf.IndexedSlices) else g)
                 for g in gradients[len(floats) :]

@@ -193,6 +193,13 @@ def measure(
 
 
 def _cost_of(call: Call, costs: Costs, compiled: bool) -> Cost:
+    shapes = [tensor.shape for tensor in call.results]
+    if costs != "traced" and not all(s.is_fully_defined() for s in shapes):
+        raise ValueError(
+            "Each layer's results must have a shape that is known for a batch "
+            f"of a known shape. Received: {call.name}, which gives "
+            + ", ".join(map(str, shapes))
+        )
     try:
         with private_tf.refusals():
             return call_costs.cost_of(call, costs, compiled)

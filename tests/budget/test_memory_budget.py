@@ -469,6 +469,36 @@ def test_a_batch_that_is_on_the_device_is_counted_once():
     assert abs(more) < 0.5 * batches.num_bytes(large)
 
 
+def _normalized_recurrent():
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input((24, 8))
+    for _ in range(4):
+        x = layers.LSTM(32, return_sequences=True)(x)
+        x = layers.BatchNormalization()(x)
+    model = keras.Model(inputs, layers.Dense(1)(x))
+    model.compile("sgd", "mse")
+    return kmem.wrap(model)
+
+
+def test_recurrent_layers_run_again_before_a_batch_is_split():
+    """A loop keeps what its iterations make in lists."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(32, 24, 8)).astype("float32")
+    fit = {"batch_size": 32, "shuffle": False, "verbose": 0}
+    plain, peaks = _normalized_recurrent(), _Peaks()
+    before = kmem.memory.current()
+    plain.fit(x, x[..., :1], epochs=2, callbacks=[peaks], **fit)
+    model = _normalized_recurrent()
+    budget = _budget(max(peaks.found) - before, 0.7)
+
+    model.fit(x, x[..., :1], epochs=2, memory_budget=budget, **fit)
+
+    report = model.memory_report
+    assert report.chosen.options.num_parts == 1
+    assert report.chosen.measured_peak_bytes <= budget
+    _assert_close(model, plain)
+
+
 class _Evaluates(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self.loss = self.model.evaluate(*_data(), _ROWS, verbose=0)

@@ -498,3 +498,46 @@ def test_what_runs_again_by_itself_is_trained_within_a_plan(
     got = train(_runs_again(), remat=share if budget == 0.9 else budget)
 
     assert_equal(got, want)
+
+
+WORDS = np.array([["a b c"], ["b d"], ["d c b a"], ["a"]] * 8)
+
+
+def _of_words(length):
+    keras.utils.set_random_seed(0)
+    look_up = layers.TextVectorization(output_sequence_length=length)
+    look_up.adapt(WORDS)
+    block = [layers.Dense(64, "tanh") for _ in range(6)]
+    return keras.Sequential(
+        [
+            keras.Input((1,), dtype="string"),
+            look_up,
+            layers.Embedding(8, 64),
+            *block,
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(1),
+        ]
+    )
+
+
+def _fit_words(model, **options):
+    model.compile("sgd", "mse")
+    rows = tf.data.Dataset.from_tensor_slices((WORDS, np.ones((32, 1))))
+    fit = {"verbose": 0, "shuffle": False}
+    history = kmem.wrap(model).fit(rows.batch(16), **fit, **options)
+    return history.history, model.get_weights()
+
+
+def test_a_model_that_looks_up_its_words_has_a_plan():
+    plan = kmem.plan(_of_words(4), WORDS[:16])
+    assert plan.segments
+
+    got = _fit_words(_of_words(4), remat="auto")
+
+    assert_equal(got, _fit_words(_of_words(4)))
+
+
+def test_a_length_that_no_graph_knows_is_named():
+    message = r"known.*Received: text_vectorization.*gives \(16, None\)"
+    with pytest.raises(ValueError, match=message):
+        _fit_words(_of_words(None), remat="auto")

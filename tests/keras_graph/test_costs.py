@@ -155,9 +155,13 @@ def test_an_unrolled_lstm_keeps_what_its_steps_make():
     assert found.residual_bytes >= 4 * length * VALUE
 
 
-def test_an_lstm_in_a_loop_can_be_costed():
-    found = cost(layers.LSTM(WIDTH), (3, WIDTH))
+def test_an_lstm_in_a_loop_keeps_what_its_steps_make():
+    length = 3
+    found = cost(layers.LSTM(WIDTH), (length, WIDTH))
 
+    assert found.residual_bytes >= 4 * length * VALUE
+    twice = cost(layers.LSTM(WIDTH), (2 * length, WIDTH))
+    assert twice.residual_bytes >= 1.8 * found.residual_bytes
     assert found.gradients == (0,)
     assert found.gradient_bytes == (2 * WIDTH + 1) * 4 * WIDTH * 4
     assert found.forward_seconds > 0

@@ -42,6 +42,7 @@ class Rows(keras.utils.PyDataset):
             {"x": {"a": ROWS, "b": ROWS}, "y": [ROWS[:, :1], ROWS]},
             ({"a": X, "b": X}, (Y, X)),
         ),
+        ({"x": [ROWS, ROWS[:, :1]]}, ((X, Y),)),
         (
             {"x": tf.data.Dataset.from_tensors((ROWS[:5], ROWS[:5, :1]))},
             (tf.TensorSpec((5, 3)), tf.TensorSpec((5, 1))),
@@ -58,6 +59,7 @@ class Rows(keras.utils.PyDataset):
         "fewer rows than a batch",
         "validation split",
         "dict and list",
+        "list alone",
         "Dataset",
         "PyDataset",
     ],
