@@ -37,9 +37,9 @@ class Reader:
 
     def __init__(self, variables: list):
         self.variables = variables
-        self._read = tf.function(
-            lambda: [tf.convert_to_tensor(v) for v in variables],
-            autograph=False,
+        self._read = releasing.function(
+            lambda: list(map(tf.convert_to_tensor, variables)),
+            input_signature=[],
         )
         self._arrays: list[np.ndarray] = []
 
