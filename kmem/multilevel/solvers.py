@@ -224,15 +224,8 @@ class MinimalResidual(_Krylov):
                 for a, b, c in zip(v, w1, w2, strict=True)
             ]
             x = add(x, w, next_cs * phibar)
-            numbers = (
-                beta,
-                new_beta,
-                -cs * new_beta,
-                sn * new_beta,
-                next_sn * phibar,
-                next_cs,
-                next_sn,
-            )
+            betas = beta, new_beta, -cs * new_beta, sn * new_beta
+            numbers = *betas, next_sn * phibar, next_cs, next_sn
             return x, w2, w, r2, y, numbers
 
         def goes_on(x, w1, w2, r1, r2, numbers):

@@ -18,12 +18,9 @@ from kmem.planning.graph import Graph
 from kmem.planning.graph import Operation
 
 # Of a stage, what is measured, and grows with the examples.
-MEASURED = (
-    "residual_bytes",
-    "forward_workspace_bytes",
-    "backward_workspace_bytes",
-    "forward_seconds",
-    "backward_seconds",
+MEASURED = tuple(
+    "residual_bytes forward_workspace_bytes backward_workspace_bytes "
+    "forward_seconds backward_seconds".split()
 )
 
 

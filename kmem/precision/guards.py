@@ -34,15 +34,10 @@ _TAKE_IDS = (
     keras.layers.IntegerLookup,
 )
 # What comes out of these is computed: no longer an input that was rounded.
-_COMPUTE = {
-    "BatchMatMulV2",
-    "BatchMatMulV3",
-    "Conv2D",
-    "Conv3D",
-    "DepthwiseConv2dNative",
-    "Einsum",
-    "MatMul",
-}
+_COMPUTE = frozenset(
+    "BatchMatMulV2 BatchMatMulV3 Conv2D Conv3D DepthwiseConv2dNative Einsum "
+    "MatMul".split()
+)
 # Set on a tensor that was rounded to 16 bits, or made from one: a callable
 # that gives the tensor before the rounding, or None. The reference is weak,
 # to keep no memory: Keras holds a layer's arguments while the layer runs.

@@ -16,18 +16,9 @@ from kmem.base import private_tf
 # Stateful for TensorFlow, since they must not be merged or left out, but a
 # second run of them is harmless: reads, messages, and collectives, which all
 # replicas run again together. cuDNN's kernels are given no dropout by Keras.
-_HARMLESS = (
-    "Assert",
-    "Collective",
-    "CudnnRNN",
-    "Nccl",
-    "LookupTableFind",
-    "LookupTableSize",
-    "Print",
-    "ReadVariableOp",
-    "ResourceGather",
-    "Timestamp",
-    "VariableShape",
+_HARMLESS = tuple(
+    "Assert Collective CudnnRNN Nccl LookupTableFind LookupTableSize Print "
+    "ReadVariableOp ResourceGather Timestamp VariableShape".split()
 )
 
 
