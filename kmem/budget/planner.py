@@ -21,7 +21,6 @@ from kmem.fit.mechanisms import as_in_a_step
 from kmem.fit.session import Session
 from kmem.fit.undoing import Changes
 from kmem.graph import control
-from kmem.graph import releasing
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
 from kmem.keras_graph.costs import Costs
@@ -331,7 +330,7 @@ def build(model: keras.Model, batch) -> None:
         return
     if capture.has_own_step(model):
         # It may call other models, and this one never.
-        releasing.function(model.train_step).get_concrete_function(batch)
+        Changes(model, model.optimizer).trace(batch)
         return
     x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
     # Others, such as ragged ones, are refused where sizes are needed.

@@ -230,18 +230,26 @@ class Changes:
                 the model has several optimizers, or a step of its own.
         """
         model, optimizer = self._model, self._optimizer
-        strategy, step = model.distribute_strategy, self._train_step
         own = optimizer, getattr(optimizer, "inner_optimizer", None)
         known = all(each in own for each in capture.optimizers(model))
         if known and not self._is_own:
-            with strategy.scope():
+            with model.distribute_strategy.scope():
                 build_optimizer(optimizer, model.trainable_variables)
         elif batch is not None and not self._is_made:
             # Which of them it uses, and for what, only the step knows.
-            self._is_made = True
-            releasing.function(
-                lambda data: strategy.run(step, args=(data,))
-            ).get_concrete_function(batch)
+            self.trace(batch)
+
+    def trace(self, batch) -> None:
+        """Makes the variables that a step with a batch would make."""
+        self._is_made = True
+        strategy, step = self._model.distribute_strategy, self._train_step
+        releasing.function(
+            lambda data: strategy.run(step, args=(data,))
+        ).get_concrete_function(batch)
+        for variable in self.named:
+            # Else those of one shape would share their zeros until they are
+            # assigned, and not count before.
+            variable.assign(tf.raw_ops.DeepCopy(x=variable))
 
 
 class Undoing(Mechanism):
