@@ -499,6 +499,39 @@ def test_recurrent_layers_run_again_before_a_batch_is_split():
     _assert_close(model, plain)
 
 
+class StepsItself(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.block = [layers.Dense(256, "tanh") for _ in range(6)]
+
+    def call(self, x):
+        for layer in self.block:
+            x = layer(x)
+        return x
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self(x) - y))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_what_a_step_of_its_own_updates_is_in_memory_before_it():
+    """A trace makes Adam's moments, which begin in the same zeros."""
+    gc.collect()
+    before = kmem.memory.current()
+    model = kmem.wrap(StepsItself())
+    model.compile("adam")
+    x = np.ones((8, 256), "float32")
+
+    model.fit(x, x, verbose=0, memory_budget="2GB")
+
+    state = batches.num_bytes([*model.variables, *model.optimizer.variables])
+    assert model.memory_report.in_use_bytes - before > 0.9 * state
+
+
 class _Evaluates(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self.loss = self.model.evaluate(*_data(), _ROWS, verbose=0)
