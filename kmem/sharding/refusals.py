@@ -15,17 +15,11 @@ from kmem.sharding.engine import engine
 from kmem.sharding.variables import ShardedVariable
 
 # Their updates look at one number of a variable at a time.
-_ELEMENTWISE = (
-    keras.optimizers.SGD,
-    keras.optimizers.Adam,
-    keras.optimizers.AdamW,
-    keras.optimizers.RMSprop,
-    keras.optimizers.Adagrad,
-    keras.optimizers.Adadelta,
-    keras.optimizers.Adamax,
-    keras.optimizers.Nadam,
-    keras.optimizers.Ftrl,
-    keras.optimizers.Lion,
+_ELEMENTWISE = tuple(
+    getattr(keras.optimizers, name)
+    for name in (
+        "SGD Adam AdamW RMSprop Adagrad Adadelta Adamax Nadam Ftrl Lion".split()
+    )
 )
 # What of an optimizer may be a user's own: it sees no numbers, or, of
 # `USE_WEIGHT_DECAY`, a whole variable; see `kmem.sharding.updating`.
