@@ -233,12 +233,8 @@ def _wheel_name() -> str:
     import tensorflow as tf
 
     folder = sources_folder()
-    parts: list[object] = [
-        platform.machine(),
-        tf.version.GIT_VERSION,
-        tf.version.COMPILER_VERSION,
-        *_FLAGS,
-    ]
+    versions = tf.version.GIT_VERSION, tf.version.COMPILER_VERSION
+    parts: list[object] = [platform.machine(), *versions, *_FLAGS]
     for source in _sources(".cc", ".h"):
         parts += [source.relative_to(folder), source.read_bytes()]
     return f"tensorflow-{tf.version.VERSION}-{_digest(*parts)}.so"

@@ -242,6 +242,8 @@ class _Reader:
 
     def _loop(self, graph, op, node: Node) -> None:
         body = self._function(graph, op, "body")
+        if body is None:
+            return  # Of a model that was loaded as a graph.
         inner = _Reader(self._sizes)
         program = inner.program(body)
         peak = allocations.simulate(program.nodes, program.results)

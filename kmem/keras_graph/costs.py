@@ -107,6 +107,12 @@ def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
     seconds = both_seconds = 0.0
     forward_peak = backward_peak = 0
     if measured or is_counted:
+        if not all(spec.shape.is_fully_defined() for spec in results):
+            raise ValueError(
+                "Each layer's results must have shapes that are known for a "
+                f"batch of a known shape. Received: {call.name}, which gives "
+                + ", ".join(str(spec.shape) for spec in results)
+            )
         measure = _run_compiled if compiled else _run_looped
         seconds, forward_peak = measure(run, inputs)
         both_seconds, backward_peak = measure(both.run, inputs, results)

@@ -193,13 +193,6 @@ def measure(
 
 
 def _cost_of(call: Call, costs: Costs, compiled: bool) -> Cost:
-    shapes = [tensor.shape for tensor in call.results]
-    if costs != "traced" and not all(s.is_fully_defined() for s in shapes):
-        raise ValueError(
-            "Each layer's results must have a shape that is known for a batch "
-            f"of a known shape. Received: {call.name}, which gives "
-            + ", ".join(map(str, shapes))
-        )
     try:
         with private_tf.refusals():
             return call_costs.cost_of(call, costs, compiled)
@@ -243,9 +236,11 @@ def _assemble(recording: Recording, costs: list[Cost]) -> Profile:
             gradient_bytes=cost.gradient_bytes,
             **measured,
             # The step itself computes the loss, and Keras looks at what
-            # made its predictions: a softmax is part of some losses.
+            # made its predictions: a softmax is part of some losses. What was
+            # loaded as a graph has gradients where it was called alone.
             recomputable=call is not recording.calls[-1]
             and not call.effects
+            and not isinstance(call.operation, keras.layers.TFSMLayer)
             and not predictions.intersection(call.gives),
         )
         stages.append(stage)

@@ -541,3 +541,20 @@ def test_a_length_that_no_graph_knows_is_named():
     message = r"known.*Received: text_vectorization.*gives \(16, None\)"
     with pytest.raises(ValueError, match=message):
         _fit_words(_of_words(None), remat="auto")
+
+
+def test_what_was_loaded_as_a_graph_is_not_run_again(tmp_path):
+    keras.utils.set_random_seed(0)
+    recurrent = layers.LSTM(8, return_sequences=True)
+    keras.Sequential([keras.Input((10, 8)), recurrent]).export(
+        tmp_path, verbose=False
+    )
+    x = inputs = keras.Input((10, 8))
+    for _ in range(2):
+        x = layers.Dense(8, "tanh")(x)
+        x = layers.TFSMLayer(tmp_path, call_endpoint="serve")(x)
+    model = keras.Model(inputs, layers.Dense(1)(layers.Dense(8, "tanh")(x)))
+    model.compile("sgd", "mse")
+    x = np.ones((16, 10, 8), "float32")
+
+    kmem.wrap(model).fit(x, x[..., :1], verbose=0, remat="auto")
