@@ -41,14 +41,8 @@ def run(args: argparse.Namespace) -> int:
     from kmem.budget.planner import plan
 
     model, batch = arguments.load_model(args)
-    best = plan(
-        model,
-        batch,
-        args.budget,
-        solver=args.solver,
-        costs=args.costs,
-        verbose=1,
-    )
+    how = {"solver": args.solver, "costs": args.costs, "verbose": 1}
+    best = plan(model, batch, args.budget, **how)
     print(best.summary())
     if args.output is not None:
         best.save(args.output)

@@ -88,16 +88,10 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name:<16} {'thrashes' if error.thrashed else 'no room'}")
             continue
         costs[name] = found.slowdown
-        print(
-            _ROW.format(
-                found.heuristic,
-                f"{found.slowdown:.3f}x",
-                found.num_evictions,
-                found.num_recomputations,
-                format_size(found.peak_bytes),
-                found.num_accesses,
-            )
-        )
+        slowdown = f"{found.slowdown:.3f}x"
+        counts = found.num_evictions, found.num_recomputations
+        peak = format_size(found.peak_bytes), found.num_accesses
+        print(_ROW.format(found.heuristic, slowdown, *counts, *peak))
     if args.best:
         best = min(costs, key=lambda name: costs[name], default="none")
         print(f"best: {best}")

@@ -42,13 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
     model, batch = arguments.load_model(args)
     keras.utils.set_random_seed(0)  # Of the random data.
-    results = sweep(
-        model,
-        batches.random_data(batch),
-        args.thresholds,
-        steps=args.steps,
-        verbose=1,
-    )
+    data = batches.random_data(batch)
+    results = sweep(model, data, args.thresholds, steps=args.steps, verbose=1)
     print(results.summary())
     arguments.draw(results, args)
     return 0

@@ -26,6 +26,7 @@ from kmem.remat import state
 from kmem.step import capture
 from kmem.step.batches import num_bytes
 from kmem.step.batches import num_rows
+from kmem.step.batches import tell_rows
 
 # Operations whose gradient reads none of their inputs and outputs.
 _KEEPS_NOTHING = fusion.ALIASES.union(
@@ -281,11 +282,7 @@ class _Recorder(opening.Visitor):
         with member(self, "_frames", [*self._frames, None]):
             outputs = function(*args, **kwargs)
         results = _tensors(outputs)
-        for tensor in results:
-            # As many as were given, where a layer does not know: one that
-            # looks up words goes through a ragged tensor.
-            if tensor.shape.rank and tensor.shape[0] is None:
-                tensor.set_shape([self._num_rows, *tensor.shape[1:]])
+        tell_rows(results, self._num_rows)
         self._append(
             arguments,
             results,

@@ -82,14 +82,9 @@ class ShardedTraining(Mechanism):
         weights = self._cut(_weights(self._model))
         for number, variable in enumerate(weights):
             if not isinstance(variable, ShardedVariable):
-                name = f"weight {number}"
                 variables.shard(
-                    variable,
-                    self._engine,
-                    name,
-                    mirrored,
-                    self._home,
-                    self._travel,
+                    *(variable, self._engine, f"weight {number}"),
+                    *(mirrored, self._home, self._travel),
                 )
             variable.shard.travel = self._travel
             variable.shard.local.trainable = variable.trainable

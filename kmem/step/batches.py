@@ -124,6 +124,16 @@ def covers(batch, other) -> bool:
     return all(mine == its or _is_within(its, mine) for mine, its in pairs)
 
 
+def tell_rows(results, rows: int | None) -> None:
+    """Tells a graph how many rows a layer's results have, where it does not
+    know: one that looks up words goes through a ragged tensor."""
+    for tensor in leaves(results):
+        if tf.is_symbolic_tensor(tensor):
+            shape = tensor.shape
+            if shape.rank and shape[0] is None:
+                tensor.set_shape([rows, *shape[1:]])
+
+
 def random_data(batch) -> Any:
     """Numbers in a batch's shapes: always the same; of integers zeros, or the
     example that is known again and again."""

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from black_and_white import assert_readable_in_black_and_white
+from keras import layers
 
 import kmem
 from kmem.commands import cli
@@ -213,3 +214,23 @@ def test_what_cannot_be_told_is_an_error():
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="must be built"):
         kmem.estimate(unbuilt, specs())
+
+
+def test_a_layer_that_looks_up_words_keeps_the_rows():
+    words = np.array([["a b c"], ["b d"], ["d c b a"], ["a"]] * 64)
+    look_up = layers.TextVectorization(output_sequence_length=16)
+    look_up.adapt(words)
+    block = [layers.Embedding(8, 64), layers.Dense(128, "relu")]
+
+    def estimated(*first):
+        model = keras.Sequential([*first, *block, layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    y = tf.TensorSpec((256, 16, 1))
+    told = estimated(keras.Input((1,), dtype="string"), look_up)
+    given = estimated(keras.Input((16,), dtype="int64"))
+
+    found = kmem.estimate(told, (words, y)).peak_bytes
+    want = kmem.estimate(given, (np.zeros((256, 16), "int64"), y)).peak_bytes
+    assert abs(found - want) < 0.05 * want
