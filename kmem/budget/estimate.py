@@ -172,19 +172,19 @@ class Step:
         with patching.attribute(model, "optimizer", None):
             private_keras.build_metrics(model, specs)
 
-        def call(call, *args, **kwargs):
+        def tell(call, *args, **kwargs):
             results = call(*args, **kwargs)
             batches.tell_rows(results, self._traced_rows)
             return results
 
-        calls = [
-            patching.method(layer, patching.call_of(layer), call)
+        telling = [
+            patching.method(layer, patching.call_of(layer), tell)
             for layer in all_layers(model)
         ]
 
         def trace(optimizer):
             own = patching.attribute(model, "optimizer", optimizer)
-            with own, patching.together(calls):
+            with own, patching.together(telling):
                 session = Session(model, MemoryOptions(), ordered=False)
                 run = batches.of_leaves(session.on_batch(), specs)
                 function = releasing.function(run, input_signature=leaves)
