@@ -5,6 +5,7 @@ import pytest
 from multilevel_matrix import LAYERS
 from multilevel_matrix import OPTIONS
 from multilevel_matrix import errors
+from multilevel_matrix import rounding
 
 # Where it has been wrong, or would be first: what has a state, in parts and run
 # again, and what is normalized.
@@ -19,7 +20,9 @@ ESTIMATES = {"FiniteDifference": 1e-3, "SAMA": 1e-3}
 
 def check(kind, option):
     # Of 16 bits the rounding, of 64 what differences leave of them.
-    most = 0.03 if option == "bfloat16" else 1e-7
+    most = 1e-7
+    if option == "bfloat16":
+        most = max(0.03, 2 * rounding(kind))
     wrong = {
         name: error
         for name, error in errors(kind, option).items()
@@ -33,9 +36,17 @@ def test_hypergradients_are_those_of_differences(kind, option):
     check(kind, option)
 
 
+# Dropout in 16 bits draws other masks than in 64.
+ALL = [
+    (kind, option)
+    for kind in LAYERS
+    for option in OPTIONS
+    if (kind, option) != ("dropout", "bfloat16")
+]
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind, option", ALL)
 def test_hypergradients_of_the_whole_matrix_are_those_of_differences(
     kind, option
 ):

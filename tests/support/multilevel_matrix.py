@@ -258,5 +258,24 @@ def errors(kind: str, option: str) -> dict[str, float]:
     }
 
 
+def rounding(kind: str) -> float:
+    """The most that a hypergradient changes when weights and examples alone
+    are rounded to 16 bits."""
+    exact, rounded = Case(kind, "float64"), Case(kind, "float64")
+
+    def in_16_bits(tensor):
+        return tf.cast(tf.cast(tensor, "bfloat16"), "float64")
+
+    for variable in rounded.own + rounded.others:
+        variable.assign(in_16_bits(variable.value))
+    x, y = rounded.batch
+    rounded.batch = in_16_bits(x), y
+    others = rounded.expected()
+    return max(
+        np.linalg.norm(others[name] - want) / np.linalg.norm(want)
+        for name, want in exact.expected().items()
+    )
+
+
 def _flat(tensors):
     return np.concatenate([np.ravel(t).astype("float64") for t in tensors])
