@@ -45,7 +45,10 @@ def after(
     """
     if private_tf.in_xla():
         return delayed(gradients, tensors), [tf.identity(w) for w in weights]
-    with tf.control_dependencies(gradients):
+    waited: list = gradients
+    if not tf.executing_eagerly():
+        waited = [op for each in gradients for op in fusion.addends(each.op)]
+    with tf.control_dependencies(waited):
         return list(map(_copy, tensors)), list(map(_copy, weights))
 
 

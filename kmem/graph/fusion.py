@@ -79,6 +79,12 @@ def known_before(
     return [op]
 
 
+def addends(op: tf.Operation) -> list[tf.Operation]:
+    """What to wait for instead of a sum, which may be a part of a longer one;
+    of anything else, itself."""
+    return known_before(op) if op.type in ADDITIONS else [op]
+
+
 def sum_of_three(addition: tf.Operation) -> tf.Operation | None:
     """The last operation of a sum with more than two addends, which TensorFlow
     makes one `AddN` of.

@@ -116,13 +116,8 @@ class Table:
         line, here, most = self._line, (lasts, firsts), self._most
         finals = np.minimum(line.furthest[firsts], lasts - 1)
         inside = np.where(finals >= firsts, self._base[finals, firsts], 0)
-        numbers = (
-            self._base[lasts, firsts + 1],
-            inside,
-            line.kept[here],
-            line.plain[here],
-            line.again[here],
-        )
+        own = line.kept[here], line.plain[here], line.again[here]
+        numbers = self._base[lasts, firsts + 1], inside, *own
         keys = list(zip(*(part.tolist() for part in numbers), strict=True))
         new: list[int] = []
         # Most rows differ in these numbers: only few are compared in all.

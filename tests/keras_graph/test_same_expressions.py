@@ -179,3 +179,41 @@ def test_a_sum_of_sums_is_added_up_as_without_a_plan():
     got = expressions.of_training(steep(), x, x, remat="auto")
 
     assert got.keys() == want.keys()
+
+
+class Levels(layers.Layer):
+    """What it gives it has used itself, as a pyramid of features has."""
+
+    def build(self, shape):
+        self.first, self.second = layers.Dense(WIDTH), layers.Dense(WIDTH)
+        self.first.build(shape)
+        self.second.build(shape)
+
+    def call(self, x):
+        x = self.first(ops.tanh(x))
+        return x, self.second(ops.relu(x))
+
+
+def pyramid():
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((WIDTH,))
+    heads = [layers.Dense(WIDTH, use_bias=False) for _ in range(2)]
+    # Addends are sorted by name: its own comes before those of the heads.
+    found = Levels(name="a_pyramid")(layers.Dense(WIDTH)(inputs))
+    outputs = layers.Add()([head(x) for x in found for head in heads])
+    model = keras.Model(inputs, outputs)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return kmem.wrap(model)
+
+
+def test_a_gradient_from_within_a_segment_and_around_it_is_one_sum():
+    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
+    want = expressions.of_training(pyramid(), x, x)
+    plan = kmem.plan(pyramid(), (x, x))
+    plan = dataclasses.replace(plan, segments=(Segment(0, 2),))
+
+    got = expressions.of_training(pyramid(), x, x, remat=plan)
+
+    assert any("/again" in name for name in got.values())
+    assert got.keys() == want.keys()
