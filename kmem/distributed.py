@@ -99,12 +99,8 @@ def launch(
             join_no_more()
     gpus = visible_gpus()
     return ranks.run(
-        _function_task(main),
-        how_many(num_processes, gpus),
-        gpus,
-        restarts,
-        network == "private",
-        grace_seconds,
+        *(_function_task(main), how_many(num_processes, gpus), gpus),
+        *(restarts, network == "private", grace_seconds),
     )
 
 

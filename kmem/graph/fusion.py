@@ -67,16 +67,19 @@ def is_of_convolution(weight_gradient: tf.Operation) -> bool:
     return {op.type for op in readers}.issuperset(_OF_CONVOLUTION)
 
 
-def known_before(
-    op: tf.Operation, reader: tf.Operation | None = None
-) -> list[tf.Operation]:
-    """What to wait for, so that a weight gradient is there or can be; of one
-    that is a sum of sums, so that each addend is."""
-    if is_of_bias(op):
-        return [source(op.outputs[0], ["Reshape"]).op.inputs[0].op]
-    if op.type in _ARITHMETIC and (reader is None or are_joined(op, reader)):
-        return [each for t in op.inputs for each in known_before(t.op, op)]
-    return [op]
+def known_before(weight_gradient: tf.Operation) -> list[tf.Operation]:
+    """What to wait for, so that a weight gradient is there or can be; of a sum
+    of sums that nothing else reads, each addend."""
+    sources, kind = [weight_gradient], weight_gradient.type
+    if kind in _ARITHMETIC:
+        terms = _terms(weight_gradient, ADDITIONS if kind in ADDITIONS else ())
+        sources = [tensor.op for tensor in terms]
+    return [
+        source(op.outputs[0], ["Reshape"]).op.inputs[0].op
+        if is_of_bias(op)
+        else op
+        for op in sources
+    ]
 
 
 def addends(op: tf.Operation) -> list[tf.Operation]:

@@ -204,6 +204,7 @@ def test_what_depends_on_other_examples_is_refused_if_it_does_not_fit(
     del raised
     gc.collect()
     fit(smallest)
+    model.evaluate(x, y, memory_budget="2GB", **_ARGUMENTS)
 
 
 def _steps(model):

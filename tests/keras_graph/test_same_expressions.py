@@ -19,6 +19,7 @@ import kmem
 from kmem.planning.network import Segment
 
 WIDTH, TOKENS, ROWS = 12, 10, 6
+NUMBERS = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
 
 
 class RootMeanSquare(layers.Layer):
@@ -135,7 +136,7 @@ def approximate():
 def test_a_power_is_multiplied_as_without_a_plan(segments):
     """Its gradient computes another one of the same number, and the two may
     be in two runs of a segment, or be given what is in neither."""
-    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
+    x = NUMBERS
     want = expressions.of_training(approximate(), x, x)
     plan = kmem.plan(approximate(), (x, x))
     plan = dataclasses.replace(plan, segments=segments)
@@ -173,7 +174,7 @@ def steep():
 
 
 def test_a_sum_of_sums_is_added_up_as_without_a_plan():
-    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
+    x = NUMBERS
     want = expressions.of_training(steep(), x, x)
 
     got = expressions.of_training(steep(), x, x, remat="auto")
@@ -208,7 +209,7 @@ def pyramid():
 
 
 def test_a_gradient_from_within_a_segment_and_around_it_is_one_sum():
-    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
+    x = NUMBERS
     want = expressions.of_training(pyramid(), x, x)
     plan = kmem.plan(pyramid(), (x, x))
     plan = dataclasses.replace(plan, segments=(Segment(0, 2),))
