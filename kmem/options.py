@@ -374,7 +374,7 @@ def _as(option: type, value):
 # What `memory_budget` may choose besides.
 _ALLOWED = ("mixed_precision", "sharding", "batch_statistics")
 # What `memory_budget` decides, or cannot decide beside.
-_CHOSEN = ("remat", "dtr", "gradient_accumulation_steps")
+_CHOSEN = ("remat", "dtr")
 
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "memory_budget": lambda value: budget(value, "memory_budget"),

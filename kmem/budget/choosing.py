@@ -33,6 +33,7 @@ from kmem.budget.search import Search
 from kmem.fit.mechanisms import with_chunks
 from kmem.fit.session import Session
 from kmem.fit.undoing import Changes
+from kmem.options import DTR
 from kmem.options import MemoryOptions
 from kmem.options import MixedPrecision
 from kmem.options import Sharding
@@ -94,7 +95,13 @@ def choose(
 
     def in_fit(choice: Choice) -> Choice:
         peak_bytes = choice.predicted_peak_bytes + reserved_bytes
-        return dataclasses.replace(choice, predicted_peak_bytes=peak_bytes)
+        options = choice.options
+        if options.dtr is not None:
+            # What is reserved counts there.
+            options = dataclasses.replace(options, dtr=DTR(budget_bytes))
+        return dataclasses.replace(
+            choice, options=options, predicted_peak_bytes=peak_bytes
+        )
 
     path = None
     if menu.key and is_counted and agreeing.processes(given).size == 1:
@@ -111,7 +118,12 @@ def choose(
 
     search.plain(given)
     if search.best is None:
-        search.run(_allowed(model, given, options.allow))
+        # Between operators, which a graph does not let it do.
+        evicting = dataclasses.replace(given, dtr=DTR(max(room, 1)))
+        search.run(
+            _allowed(model, given, options.allow),
+            [evicting] if model.run_eagerly and given.sharding is None else [],
+        )
     best = search.best
     if best is None:
         least = search.least and in_fit(search.least)
@@ -141,7 +153,10 @@ def choose(
     )
     if path is not None:
         _save(path, report)
-    return search.session(best), report
+    session = search.session(best)
+    if session.options != report.chosen.options:
+        session = Session(model, report.chosen.options)
+    return session, report
 
 
 def _allowed(model, given: MemoryOptions, allow: tuple[str, ...]) -> list:

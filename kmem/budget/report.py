@@ -132,7 +132,7 @@ def describe(options: MemoryOptions) -> str:
     words = []
     if options.microbatches is not None:
         words.append(f"microbatches={options.microbatches.count}")
-    names = ("remat", "chunked_loss", "chunked_attention")
+    names = ("remat", "dtr", "chunked_loss", "chunked_attention")
     words += [name for name in names if getattr(options, name)]
     if options.mixed_precision is not None:
         words.append(options.mixed_precision.dtype)

@@ -10,6 +10,7 @@ unless each of some steps in turns says otherwise. What this does not do: split
 an example.
 """
 
+import contextlib
 import dataclasses
 import math
 import warnings
@@ -26,7 +27,7 @@ from kmem.fit.session import Session
 from kmem.options import MemoryOptions
 from kmem.planning.flat import Point
 from kmem.step import batches
-from kmem.step.capture import CannotSplit
+from kmem.step import capture
 
 # How many plans are run for one number of micro-batches.
 _MAX_PLANS = tuning.MAX_ATTEMPTS // 2
@@ -75,9 +76,17 @@ class Search:
         ran = [choice for choice in self.tried if choice.options == given]
         return ran[0] if ran else self._menu.expected(options, count)
 
-    def run(self, allowed: list[MemoryOptions]) -> None:
-        """Looks for the best step under any of some options, of which a plain
-        one under those that were given was tried."""
+    def run(
+        self, allowed: list[MemoryOptions], evicting: list[MemoryOptions]
+    ) -> None:
+        """Looks for the best step.
+
+        Args:
+            allowed: The options that it may be taken under, besides what is
+                looked for. A plain one under those given was tried.
+            evicting: Others, that stay within the budget by themselves: if
+                nothing else does that changes no number.
+        """
         self._menu.most_trials = len(allowed) * (2 + _MAX_PLANS)
         # No option changes which process has which examples.
         counts = exact = self._menu.counts(allowed[0])
@@ -85,12 +94,18 @@ class Search:
         if counts[1:]:
             try:
                 differing = self._layers_that_differ(allowed[0])
-            except CannotSplit:
+            except capture.CannotSplit:
                 counts = exact = counts[:1]
         if differing and not self._may_differ:
             exact = counts[:1]
         for options in allowed:
             self._fastest(options, exact)
+        for options in evicting if self.best is None else []:
+            # A model may have no evictions, or leave nothing to evict.
+            with contextlib.suppress(ValueError):
+                choice = self._measured(options)
+                if choice is not None and self._menu.fits(choice):
+                    self._keep(choice)
         if exact is not counts:
             self._differing(allowed, counts)
         for options in allowed:
@@ -106,7 +121,7 @@ class Search:
             if before.options.num_parts > 1:
                 differing = self._layers_that_differ(before.options)
                 self._check_loss(before.options, differing)
-        except CannotSplit:
+        except capture.CannotSplit:
             return None
         trial = self._menu.trial_of(before.options, before.plan)
         choice = self._run(before.options, trial)
@@ -145,7 +160,12 @@ class Search:
         two = dataclasses.replace(with_count(options, 2), sharding=None)
         session = Session(self._menu.model, two)
         specs = batches.with_rows(self._menu.batch, None)
-        return session.layers_that_differ(specs)
+        try:
+            return session.layers_that_differ(specs)
+        except capture.NO_VALUE:
+            if not self._menu.model.run_eagerly:
+                raise
+            return self._menu.model.layers  # Nobody knows.
 
     def _fastest(self, options: MemoryOptions, counts: list[int]) -> None:
         """Tries the fewest micro-batches that fit, more of them while that is

@@ -8,7 +8,8 @@ some that are chosen for less. One that was done, and needed more than the
 budget, makes the next ones use less.
 
 Processes that train in shards choose together, and cannot undo a step: one
-that runs out of memory ends them all. What this does not do: choose
+that runs out of memory ends them all. Nor can replicas, of which each follows
+what is chosen for its part of a batch. What this does not do: choose
 (choosing.py), or undo what a step does outside of the model.
 """
 
@@ -92,6 +93,8 @@ class BudgetedSession:
         self._options = options
         self._compiled = compiled_state(model)
         self._group = agreeing.processes(options)
+        self._strategy = self.model.distribute_strategy
+        self._num_replicas = self._strategy.num_replicas_in_sync
         self._budget = budget_bytes(options)
         self._received = received_budget(options.memory_budget, self._budget)
         self._verbose = 0
@@ -102,6 +105,7 @@ class BudgetedSession:
         self._in_fit = True
         self._spec: Any = None
         self._buckets: list[_Bucket] = []
+        self._group_begun: list | None = None
         self._bucket: _Bucket | None = None
         self._events: list[str] = []
         self._has_warned = False
@@ -133,11 +137,12 @@ class BudgetedSession:
         """Chooses for `fit`, before its input pipeline runs beside.
 
         Args:
-            batch: Its first batch, as `tf.TensorSpec`s.
+            batch: Its first batch, of all replicas, as `tf.TensorSpec`s.
             spec: What its graph knows of all of them.
             reserved_bytes: What the device will hold besides.
             reused: Whether the search's traces may be used.
         """
+        batch = batches.part_of(batch, self._num_replicas)
         if self._covering(batch) is None:
             self._spec = spec
             bucket = self._choose(batch, reserved_bytes)
@@ -150,9 +155,9 @@ class BudgetedSession:
             inference.prepare("test", batch, examples, reserved_bytes)
 
     def _inference(self, bucket: _Bucket) -> BudgetedInference | None:
-        """What evaluates as a bucket trains; nothing in shards."""
+        """What evaluates as a bucket trains; nothing in shards or replicas."""
         session = bucket.session
-        if session.options.sharding is not None:
+        if session.options.sharding is not None or self._num_replicas > 1:
             return None
         key = dataclasses.replace(
             session.options, microbatches=None, remat=None
@@ -227,18 +232,21 @@ class BudgetedSession:
         self._functions = {}
 
     def end_group(self) -> None:
-        """A batch is a group."""
+        """Applies the last, incomplete group of batches."""
+        if self._bucket is not None:
+            self._bucket.session.end_group()
 
     def _step(self, batch):
         """Takes one step, in as many attempts as it needs."""
-        specs = batches.specs_of(batch)
-        self._in_hand = pipeline.in_hand_bytes(batch)
-        bucket = self._covering(specs) or self._choose_in_training(batch)
+        own = batches.of_one_replica(self._strategy, batch)
+        self._in_hand = pipeline.in_hand_bytes(own)
+        specs = batches.specs_of(own)
+        bucket = self._covering(specs) or self._choose_in_training(own)
         if bucket is not self._bucket:
             self._enter(bucket)
         if not bucket.report.is_measured:
             return bucket.step(self._spec)(batch)
-        if self._group.size > 1:
+        if self._group.size * self._num_replicas > 1:
             return self._step_with_others(bucket, batch)
         message = ""
         for number in range(tuning.MAX_ATTEMPTS):
@@ -258,14 +266,14 @@ class BudgetedSession:
         raise exhausted(_NOTHING_LESS, message, self._received)
 
     def _step_with_others(self, bucket: _Bucket, batch):
-        """Takes one step together with the other processes."""
+        """Takes one step together with other processes, or replicas."""
         with memory.track() as usage:
             logs, message = attempt(bucket.step(self._spec), batch)
         if message:
             raise exhausted(
-                "A step ran out of memory, and processes that train in shards "
-                "cannot undo theirs: start them again, from the last "
-                "checkpoint, with a smaller `memory_budget`.",
+                "A step ran out of memory, and neither replicas nor processes "
+                "that train in shards can undo theirs: start again, from the "
+                "last checkpoint, with a smaller `memory_budget`.",
                 *(message, self._received),
             )
         bucket.num_steps += 1
@@ -289,7 +297,7 @@ class BudgetedSession:
                 agreeing.lowest(self._group, room),
                 reserved_bytes + self._less,
                 self._verbose,
-                self._spec,
+                self._spec if self._num_replicas == 1 else None,
             )
         # What was tried and not chosen would count in the first step.
         gc.collect()
@@ -303,12 +311,14 @@ class BudgetedSession:
 
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
-        """Within, the model is not in the shards in which it trains."""
-        bucket = self._bucket
-        if not (self.trains() and bucket and bucket.session.options.sharding):
+        """Within, the model is not in the shards in which it trains, and has
+        no sums of a group's gradients."""
+        bucket, options = self._bucket, self._options
+        is_whole = options.sharding is None and options.num_batches == 1
+        if is_whole or bucket is None or not self.trains():
             yield
             return
-        bucket.session.remove()
+        self._leave()
         try:
             yield
         finally:
@@ -341,12 +351,22 @@ class BudgetedSession:
 
     def _enter(self, bucket: _Bucket) -> None:
         """Trains, and validates, as in a bucket from now on."""
-        if self._bucket is not None:
-            self._bucket.session.remove()
+        self._leave()
         self._bucket = bucket
         bucket.session.install(self._in_fit)
+        if self._group_begun is not None:
+            bucket.session.step.go_on(self._group_begun)
+            self._group_begun = None
         self._put_on()
         self._show(bucket)
+
+    def _leave(self) -> None:
+        """Trains in no bucket; what a group of batches has come to is kept."""
+        if self._bucket is None:
+            return
+        session, self._bucket = self._bucket.session, None
+        self._group_begun = session.step.unfinished()
+        session.remove()
 
     def _learn(self, bucket: _Bucket, peak_bytes: int) -> None:
         """Takes note of what a step needed."""

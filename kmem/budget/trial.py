@@ -5,7 +5,8 @@ is worth it is run. A step is traced once, for batches whose size is not known,
 and run with the sizes that are asked for. Of a step in many micro-batches two
 are run: they come one after another, in one loop, so that from the second on
 each needs what the one before did. What grows with their number is the batch,
-and the time. Where bytes cannot be counted, no step is run.
+and the time. Likewise, of a group of batches with one update two are run. Where
+bytes cannot be counted, no step is run.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ from kmem.keras_graph import profiling
 from kmem.keras_graph.costs import Costs
 from kmem.keras_graph.recording import Recording
 from kmem.keras_graph.recording import num_bytes
+from kmem.options import GradientAccumulation
 from kmem.options import MemoryOptions
 from kmem.options import MicroBatches
 from kmem.planning.bounds import peak_lower_bound
@@ -99,7 +101,8 @@ class Drawing:
         return self._choosers[size, is_split]
 
     def _of_parts(self, network: Network, is_split: bool) -> Network:
-        return planner.of_parts(self._model, network) if is_split else network
+        adds_up = is_split or self._options.num_batches > 1
+        return planner.of_parts(self._model, network) if adds_up else network
 
     @functools.cached_property
     def _traced(self) -> Network:
@@ -183,6 +186,12 @@ class Trial:
         if self._parts > 1:
             two = MicroBatches(2)
             options = dataclasses.replace(options, microbatches=two)
+        self._batches = min(2, options.num_batches)
+        if self._batches > 1:
+            both = GradientAccumulation(2)
+            options = dataclasses.replace(
+                options, gradient_accumulation_steps=both
+            )
         self._options = options
         self.plan = plan
         self._recording = recording
@@ -218,7 +227,7 @@ class Trial:
         return dataclasses.replace(
             own,
             peak_bytes=own.peak_bytes + left,
-            seconds=own.seconds * self._num_rows / rows,
+            seconds=own.seconds * self._num_rows / rows / self._batches,
         )
 
     def rows(self, size: int) -> int:
@@ -244,7 +253,8 @@ class Trial:
             point: Any = self.plan.simulation
         else:
             point = self._drawing.at(size, self._parts > 1).everything
-        return Measurement(point.peak_bytes, self._parts * point.seconds)
+        seconds = self._parts * self._batches * point.seconds
+        return Measurement(point.peak_bytes, seconds)
 
     @contextlib.contextmanager
     def ready(self, size: int) -> Iterator[Callable[[], Any]]:
@@ -262,7 +272,7 @@ class Trial:
         specs = batches.with_rows(self._batch, self.rows(size))
         with self.session.changes.undone(specs):
             data = batches.random_data(specs)
-            yield lambda: self._step(data)
+            yield lambda: [self._step(data) for _ in range(self._batches)]
 
 
 def longest_in_turns(*two: tuple[Trial, int]) -> float:
@@ -315,5 +325,6 @@ def model_key(model: Any, drawing: Drawing, size: int) -> str:
         type(model.optimizer).__name__,
         sorted(config.items()),
         *(profiling.mode(model), model.steps_per_execution),
+        model.distribute_strategy.num_replicas_in_sync,
     )
     return hashlib.sha256(repr(key).encode()).hexdigest()

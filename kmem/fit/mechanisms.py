@@ -68,6 +68,13 @@ class WholeStep(Mechanism):
     def end_group(self) -> None:
         """Applies the last, incomplete group of batches."""
 
+    def unfinished(self) -> list | None:
+        """What a group of batches has come to, for `go_on` of another step
+        with other options."""
+
+    def go_on(self, group: list) -> None:
+        """Goes on with a group of batches that another step has begun."""
+
     def warn_of_parts(self) -> None:
         """Says which layers see one micro-batch at a time, if any do."""
 
@@ -129,6 +136,12 @@ class SplitStep(WholeStep):
 
     def end_group(self) -> None:
         self._updater.flush()
+
+    def unfinished(self) -> list | None:
+        return self._updater.unfinished()
+
+    def go_on(self, group: list) -> None:
+        self._updater.go_on(group)
 
     def warn_of_parts(self) -> None:
         self._gradient.warn_of_parts()

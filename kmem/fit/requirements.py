@@ -16,7 +16,10 @@ from kmem.losses import chunked_loss
 from kmem.options import MemoryOptions
 from kmem.sharding import refusals
 
-_TRACED_APART = ("microbatches", "gradient_accumulation_steps", "remat")
+_TRACED_APART = (
+    *("microbatches", "gradient_accumulation_steps", "remat"),
+    "memory_budget",
+)
 _SPLITTING = ("microbatches", "memory_budget", "sharding")
 _NOT_DENSE = (
     *(tf.RaggedTensor, tf.RaggedTensorSpec),
@@ -81,11 +84,14 @@ def _check_layers(model, options: MemoryOptions) -> None:
 
 
 def _check_replicas(model, options: MemoryOptions) -> None:
-    if options.memory_budget is not None:
+    strategy = model.distribute_strategy
+    if options.memory_budget is not None and not isinstance(
+        strategy, tf.distribute.MirroredStrategy
+    ):
         raise ValueError(
-            "`memory_budget` must have one replica in a process. Give "
-            "`microbatches` or `remat` instead. Received: "
-            f"{model.distribute_strategy.num_replicas_in_sync} replicas"
+            "`memory_budget` must have all replicas in one process: use a "
+            "`MirroredStrategy`, or give `microbatches` or `remat` instead. "
+            f"Received: {type(strategy).__name__}"
         )
     # What replicas compute together cannot be traced by itself, as a loop's
     # body, a denominator or a recomputation is.

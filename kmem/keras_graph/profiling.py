@@ -141,7 +141,16 @@ def mode(
 def record_batch(model: keras.Model, batch: Any) -> Recording:
     """Records the model on a batch, of which only the shapes are used."""
     specs = checked_specs(model, batch)
-    return record(model, specs, capture.has_own_step(model))
+    try:
+        return record(model, specs, capture.has_own_step(model))
+    except capture.NO_VALUE as error:
+        if not model.run_eagerly:
+            raise
+        raise ValueError(
+            "A plan is made from a trace of the step, so what it runs eagerly "
+            "must not look at the values of tensors: use `dtr` or "
+            f"`microbatches`. Received: model={model.name} ({error})"
+        ) from error
 
 
 def checked_specs(model: keras.Model, batch: Any) -> Any:

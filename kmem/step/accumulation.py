@@ -55,6 +55,7 @@ class Updater:
         self._processes = processes or Alone()
         self._early = early
         self._pending: Any = None  # `_Pending`, from the first batch on.
+        self._begun: list = []
         self._flush = releasing.function(
             lambda: strategy.run(self._apply_if_pending, args=(1,))
         )
@@ -88,6 +89,7 @@ class Updater:
 
     def start(self) -> None:
         """Begins with an empty group."""
+        self._begun = []
         if self._pending is not None:
             self._pending.reset()
 
@@ -101,11 +103,27 @@ class Updater:
         if self._pending is not None:
             self._pending.free()
 
+    def unfinished(self) -> list | None:
+        """What a group has come to, outside of the device; `None` if none has
+        begun."""
+        if self._pending is None or not int(self._pending.num_batches):
+            return None
+        return [tf.convert_to_tensor(v).numpy() for v in self._pending.state]
+
+    def go_on(self, group: list) -> None:
+        """Goes on with a group that another updater has begun."""
+        if self._pending is None:
+            self._begun = group
+        else:
+            self._pending.assign(group)
+
     def _make_pending(self, strategy, batch: BatchGradient) -> None:
         with tf.init_scope(), strategy.scope():
             # Now, since the update is in a branch of its own.
             build_optimizer(self._optimizer, batch.variables)
             self._pending = _Pending(batch, self._processes)
+            self._pending.assign(self._begun)
+            self._begun = []
 
     def _apply_batch(self, batch: BatchGradient) -> None:
         if self._strategy.num_replicas_in_sync == 1:
@@ -272,6 +290,18 @@ class _Pending:
         """Empties the sums; `reset` allocates them again."""
         for variable, _ in self._accumulators():
             variable.assign(tf.zeros([0], variable.dtype))
+        self.num_batches.assign(0)
+
+    @property
+    def state(self) -> list[tf.Variable]:
+        """The variables."""
+        sums = [variable for variable, _ in self._accumulators()]
+        return [*sums, *self._denominators.values(), self.num_batches]
+
+    def assign(self, values: list) -> None:
+        """Gives the variables values, or leaves them if there are none."""
+        for variable, value in zip(self.state, values, strict=False):
+            variable.assign(tf.raw_ops.DeepCopy(x=value))
 
     def _accumulators(self):
         for totals in self._sums.values():

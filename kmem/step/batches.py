@@ -112,6 +112,12 @@ def part_of(batch, count: int) -> Any:
     return with_rows(batch, -(-rows // count))
 
 
+def of_one_replica(strategy: tf.distribute.Strategy, batch) -> Any:
+    """What the first replica gets of a batch: no other one gets more."""
+    results = strategy.experimental_local_results
+    return keras.tree.map_structure(lambda leaf: results(leaf)[0], batch)
+
+
 def covers(batch, other) -> bool:
     """Whether another batch has the same form and is nowhere larger."""
     try:

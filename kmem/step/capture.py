@@ -22,6 +22,10 @@ class LossReached(BaseException):
     """Ends a step early, once its loss is known; see `capturing`."""
 
 
+# What Python says, in a trace, of a tensor that has no value there.
+NO_VALUE = AttributeError, NotImplementedError, TypeError
+
+
 class CannotSplit(ValueError):
     """A step's gradients cannot be put together of those of parts."""
 

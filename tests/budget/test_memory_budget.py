@@ -808,7 +808,6 @@ def test_half_precision_is_chosen_only_where_it_is_allowed(plain):
     [
         ({"remat": "auto"}, "`memory_budget` and `remat` exclude each other"),
         ({"dtr": True}, "exclude each other"),
-        ({"gradient_accumulation_steps": 2}, "exclude each other"),
         ({"allow": ("dtr",)}, "`allow` must be one of"),
     ],
 )

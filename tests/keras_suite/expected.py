@@ -93,7 +93,6 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "`microbatches` must not be larger than the batch size": _MICROBATCHES,
     "call `model.compile(jit_compile=False)`": ("dtr", "sharding"),
     "`dtr` must have one replica in a process": ("dtr",),
-    "`memory_budget` must have one replica in a process": ("memory_budget",),
     "Gradients must be accumulated by kmem or by the optimizer": (
         "accumulation",
         "accumulation_of_one",

@@ -50,6 +50,14 @@ def test_a_plan_changes_nothing_on_two_replicas(results, when):
     assert max(results[when]) < 1e-12
 
 
+def test_a_budget_is_kept_with_the_same_numbers_on_two_replicas(results):
+    chosen, share, error = results["memory_budget"]
+
+    assert chosen == "remat"
+    assert share <= 1
+    assert error < 1e-12
+
+
 def test_what_replicas_cannot_do_is_refused(results):
     assert "`synchronized=False`" in results["refused"]
 

@@ -4,6 +4,7 @@ A process of its own: the logical devices must be set before TensorFlow starts.
 """
 
 import functools
+import gc
 import json
 
 import cases
@@ -18,6 +19,7 @@ from reference import state
 from reference import train
 
 import kmem
+from kmem.budget.report import describe
 
 traced_once.install()
 # One of each mechanism, under one option: a case takes some seconds.
@@ -76,21 +78,22 @@ def after_an_overflow_in_the_second_replica(strategy, optimizer, **options):
     return max(changes), int(model.optimizer.iterations.numpy())
 
 
-def deep(synchronized=False):
+def deep(synchronized=False, scale=1):
     """A case whose activations take most memory, with layers that draw random
     numbers and keep statistics."""
     block = []
     for _ in range(3):
         block += [
-            layers.Dense(16, "tanh"),
+            layers.Dense(16 * scale, "tanh"),
             layers.Dropout(0.2),
             layers.BatchNormalization(synchronized=synchronized),
         ]
     model = keras.Sequential([keras.Input((16,)), *block, layers.Dense(1)])
     model.compile(keras.optimizers.Adam(1e-2), "mse")
     random = np.random.default_rng(0)
-    x = random.normal(size=(1536, 16)).astype(keras.config.floatx())
-    return model, {"x": x, "y": x[:, :1], "batch_size": 512, "epochs": 1}
+    x = random.normal(size=(1536 * scale, 16)).astype(keras.config.floatx())
+    size = 512 * scale
+    return model, {"x": x, "y": x[:, :1], "batch_size": size, "epochs": 1}
 
 
 def synchronized_in_16_bits(strategy):
@@ -140,6 +143,45 @@ def planned_in_scope_error(strategy):
         return state(model)
 
     return relative_error(trained(remat="auto"), trained())
+
+
+def within_a_budget(strategy):
+    """What a budget chooses, the peak as a share of it, and the error against
+    the same replicas without one."""
+
+    def mirrored():
+        with strategy.scope():
+            return deep(scale=4)
+
+    def measured(**options):
+        gc.collect()
+        before, peaks = kmem.memory.current(), Peaks()
+        model, _ = train(mirrored, callbacks=[peaks], **options)
+        return model, max(peaks.found) - before
+
+    want, needed = measured()
+    gc.collect()
+    share = int(0.7 * needed)
+    model, peak = measured(memory_budget=kmem.memory.current() + share)
+    return [
+        describe(model.memory_report.chosen.options),
+        peak / share,
+        relative_error(state(model), state(want)),
+    ]
+
+
+class Peaks(keras.callbacks.Callback):
+    """The peak in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        kmem.memory.reset_peak()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.found.append(kmem.memory.peak())
 
 
 def refusal(strategy):
@@ -206,6 +248,7 @@ def main():
     results["16 bits"] = synchronized_in_16_bits(strategy)
     results["remat"] = planned_errors(strategy)
     results["remat in scope"] = [planned_in_scope_error(strategy)]
+    results["memory_budget"] = within_a_budget(strategy)
     results["refused"] = refusal(strategy)
     results["overflow of Keras's scale"] = (
         after_an_overflow_in_the_second_replica(
