@@ -9,6 +9,7 @@ computes, and what kernels keep for themselves on other processors.
 """
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -158,6 +159,8 @@ class Step:
         _check(model)
         self.rows = batches.num_rows(self._batch) or 1
         self._traced_rows = _traced_rows(model, self._batch)
+        self._program = functools.cache(self._sized)
+        self.peak = functools.cache(self._simulated)
         self._trace()
         self._layers = {layer.name for layer in all_layers(model)}
         weights = model.trainable_variables
@@ -198,10 +201,13 @@ class Step:
             self._optimizer_bytes = batches.num_bytes(optimizer.variables)
         self._num_leaves = len(leaves)
 
-    def peak(self, rows: int, halves: bool = False, late: bool = True):
-        """The simulated step with a batch size, and what was simulated."""
+    def _sized(self, rows: int, halves: bool):
         sizes = reading.Sizes(rows, self._traced_rows, halves)
-        program = reading.read(self._graph, sizes)
+        return reading.read(self._graph, sizes), sizes
+
+    def _simulated(self, rows: int, halves: bool = False, late: bool = True):
+        """The simulated step with a batch size, and what was simulated."""
+        program, sizes = self._program(rows, halves)
         nodes = program.nodes
         if late:
             given = program.arguments[: self._num_leaves]
