@@ -106,9 +106,11 @@ def in_xla() -> bool:
 
 
 def is_own_function(graph: Any) -> bool:
-    """Whether a graph is that of a `tf.function`, not of a loop or a branch.
-    remat/test_remat.py, multilevel/test_multilevel_program.py"""
-    return type(graph) is tf.__internal__.FuncGraph
+    """Whether a graph is that of a `tf.function`, not of a loop or a branch,
+    which may be called again: Keras makes one in each call of a convolution in
+    groups. remat/test_remat.py, multilevel/test_multilevel_program.py"""
+    is_function = type(graph) is tf.__internal__.FuncGraph
+    return is_function and graph.name != "_conv_xla"
 
 
 # Data sets of as many rows as the one that they are made of.

@@ -313,6 +313,6 @@ def _release(tensors: Iterable[tf.Tensor]) -> None:
 
 
 def _as_default(graph):
-    if graph is None or graph is names.current_graph():
+    if graph is names.current_graph():
         return contextlib.nullcontext()
-    return graph.as_default()
+    return tf.init_scope() if graph is None else graph.as_default()
