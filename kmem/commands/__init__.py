@@ -1,1 +1,1 @@
-"""The `kmem` command: a module for each of its subcommands."""
+"""The `kmem` command: a module for each kind of its subcommands."""

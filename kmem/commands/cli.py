@@ -17,9 +17,10 @@ from kmem.base import versions
 from kmem.base.sizes import format_size
 from kmem.commands import arguments
 
-# Commands that live in a module of their own, such as commands/demo.py, which
-# provides `add_arguments(parser)` and `run(args) -> int`, and imports like
-# this one.
+# Commands that live in a module of their own, such as commands/demo.py, or
+# in one about the same: it provides `add_demo(parser)`, which adds arguments
+# and says by `parser.set_defaults(run=...)` what runs, and imports like this
+# one.
 _MODULES = {
     "demo": "Train the same model with and without kmem, and compare.",
     "estimate": "Tell what a saved model's training step is going to need.",
@@ -30,6 +31,7 @@ _MODULES = {
     "simulate": "Simulate DTR on a recorded step, under a budget.",
     "sweep": "Measure what DTR costs a saved model at several thresholds.",
 }
+_ABOUT_MODELS = ("estimate", "largest-batch", "plan", "report", "sweep")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,10 +100,10 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text)
         # Such a module is imported only when its command is asked for.
         if argv[:1] == [name]:
-            module = f"kmem.commands.{name.replace('-', '_')}"
-            implementation = importlib.import_module(module)
-            implementation.add_arguments(command)
-            command.set_defaults(run=implementation.run)
+            own = name.replace("-", "_")
+            module = "models" if name in _ABOUT_MODELS else own
+            implementation = importlib.import_module(f"kmem.commands.{module}")
+            getattr(implementation, f"add_{own}")(command)
     return parser
 
 

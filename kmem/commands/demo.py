@@ -96,7 +96,8 @@ class Result:
         return min(after - before for before, after in updates)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run)
     parser.epilog = "Example: kmem demo --output memory.png"
     parser.add_argument(
         "--output",

@@ -7,7 +7,8 @@ import sys
 from kmem.commands import arguments
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run)
     parser.epilog = (
         "Example: kmem launch --processes 2 train.py --epochs 10. Under "
         "`srun`, or where TF_CONFIG names several workers, the script runs "

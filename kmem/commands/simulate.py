@@ -10,7 +10,8 @@ from kmem.commands import arguments
 _ROW = "{:<16} {:>8} {:>10} {:>11} {:>11} {:>10}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=run)
     parser.epilog = "Example: kmem simulate step.log.gz --budget 0.5 --best"
     parser.add_argument(
         "trace",

@@ -162,12 +162,12 @@ def test_the_version_is_told(capsys):
 
 
 def test_a_command_may_live_in_a_module_of_its_own(monkeypatch):
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--size", type=int)
+        parser.set_defaults(run=lambda args: args.size)
 
     module = types.ModuleType("kmem.commands.an_example")
-    module.add_arguments = add_arguments
-    module.run = lambda args: args.size
+    module.add_an_example = add
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(cli._MODULES, "an-example", "Example.")
     assert cli.main(["an-example", "--size", "7"]) == 7
