@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 PICTURES = (".png", ".svg", ".pdf")
 
 
-class WrongFileError(ValueError):
-    """A file is there, but is not what the command reads: as an argument that
-    is wrong, but seen only when it is read."""
+class WrongArgumentError(ValueError):
+    """An argument is seen to be wrong only when the command runs: a file is
+    there, but is not what it reads."""
+
+    exit_code = 2
 
 
 def _must(is_right: bool, text: str, rule: str) -> None:
@@ -128,8 +130,8 @@ def load_model(args: argparse.Namespace) -> "tuple[keras.Model, Any]":
     """The model, and its batch as `tf.TensorSpec`s.
 
     Raises:
-        WrongFileError: If the file is no model that Keras alone can load, or
-            if the batch's shape cannot be told.
+        WrongArgumentError: If the file is no model that Keras alone can load,
+            or if the batch's shape cannot be told.
     """
     import keras
 
@@ -140,7 +142,7 @@ def load_model(args: argparse.Namespace) -> "tuple[keras.Model, Any]":
             model: Any = keras.saving.load_model(args.model)
     except Exception as error:  # Whatever the file leads Keras to.
         first_sentence = str(error).strip().partition("\n")[0].split(". ")[0]
-        raise WrongFileError(
+        raise WrongArgumentError(
             "A model's file must be one that `model.save` wrote and that Keras "
             "can load without your code. For a model with code of your own, "
             f"use Python. Received: {args.model} ({first_sentence})"
@@ -160,7 +162,7 @@ def _batch(model, rows: int):
     from kmem.step import batches
 
     if not model.built:
-        raise WrongFileError(
+        raise WrongArgumentError(
             "The model in the file must be built: begin it with "
             f"`keras.Input(shape)`, or call it. Received: model={model.name}"
         )
@@ -178,7 +180,7 @@ def _batch(model, rows: int):
         specs = specs, targets
     for spec in keras.tree.flatten(specs):
         if None in spec.shape[1:]:
-            raise WrongFileError(
+            raise WrongArgumentError(
                 "The model's inputs and outputs must have a fixed shape, "
                 f"except the batch size. Received: shape={spec.shape}"
             )

@@ -15,7 +15,6 @@ from kmem.base import cache
 from kmem.base import native
 from kmem.base import versions
 from kmem.base.sizes import format_size
-from kmem.commands import arguments
 
 # Commands that live in a module of their own, such as commands/demo.py, or
 # in one about the same: it provides `add_demo(parser)`, which adds arguments
@@ -37,8 +36,9 @@ _ABOUT_MODELS = ("estimate", "largest-batch", "plan", "report", "sweep")
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code.
 
-    0: it worked. 1: it did not, and standard error says why. 2: the command
-    line is wrong, or a file that it names.
+    0: it worked. 1, or what the error has as `exit_code`: it did not, and
+    standard error says why. 2: the command line is wrong, or a file that it
+    names.
     """
     parser = _parser(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except _expected() as error:
         print(f"kmem {args.command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, arguments.WrongFileError) else 1
+        return getattr(error, "exit_code", 1)
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:

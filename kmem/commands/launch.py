@@ -57,7 +57,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the script; 0, or the exit code of the rank that failed first."""
+    """Runs the script; 0 unless a rank fails, whose exit code is told."""
     from kmem import distributed
     from kmem.launching import cluster
     from kmem.launching import ranks
@@ -71,18 +71,13 @@ def run(args: argparse.Namespace) -> int:
         gpus = distributed.visible_gpus()
         num_processes = distributed.how_many(args.processes, gpus)
     except ValueError as error:
-        print(f"kmem launch: {error}", file=sys.stderr)
-        return 2
-    try:
-        ranks.run(
-            {"script": str(args.script), "arguments": args.arguments},
-            num_processes,
-            gpus,
-            args.restarts,
-            args.network == "private",
-            args.grace,
-        )
-    except distributed.RankFailed as error:
-        print(f"kmem launch: {error}", file=sys.stderr)
-        return error.exit_code
+        raise arguments.WrongArgumentError(str(error)) from error
+    ranks.run(
+        {"script": str(args.script), "arguments": args.arguments},
+        num_processes,
+        gpus,
+        args.restarts,
+        args.network == "private",
+        args.grace,
+    )
     return 0

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         program = read_program(args.trace)
     except ValueError as error:
-        raise arguments.WrongFileError(str(error)) from error
+        raise arguments.WrongArgumentError(str(error)) from error
     plain = simulate(program)
     budget_bytes = args.budget
     if isinstance(budget_bytes, float):
