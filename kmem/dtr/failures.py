@@ -9,14 +9,15 @@ What it does not do: change a pass that does not fail, or one that runs outside
 of `freed_on_failure`.
 """
 
+import contextvars
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from kmem.base import private_tf
 from kmem.base.patching import Context
 from kmem.base.patching import attribute
+from kmem.base.patching import setting
 from kmem.base.patching import together
 from kmem.base.private_tf import imperative_grad
 from kmem.base.private_tf import record
@@ -25,15 +26,11 @@ _plain_pass = imperative_grad.imperative_grad
 _plain_record_operation = record.record_operation
 
 
-class _Running(threading.local):
-    """A thread's backward passes, one within another: the error of each, or
-    `None` as long as there is none."""
-
-    def __init__(self):
-        self.errors: list[BaseException | None] = []
-
-
-_running = _Running()
+# The error of the backward pass that runs here, once there is one; `None` where
+# none runs. One within another has its own.
+_errors: contextvars.ContextVar[list[BaseException] | None] = (
+    contextvars.ContextVar("errors", default=None)
+)
 
 
 def freed_on_failure() -> Context:
@@ -54,17 +51,15 @@ def _register() -> None:
 
 
 def _run_pass(*args, **kwargs):
-    _running.errors.append(None)
+    errors: list[BaseException] = []
     try:
-        found = _plain_pass(*args, **kwargs)
-    finally:
-        error = _running.errors.pop()
-    try:
-        if error is not None:
-            raise error
+        with setting(_errors, errors):
+            found = _plain_pass(*args, **kwargs)
+        if errors:
+            raise errors[0]
         return found
     finally:
-        del error  # Its traceback holds this frame.
+        errors.clear()  # The tracebacks hold this list.
 
 
 def _gradient(name, attributes, num_inputs, *args):
@@ -95,12 +90,12 @@ def _sum(gradients):
 
 
 def _unless_failed(nothing: Any, call: Callable, *args) -> Any:
-    errors = _running.errors
-    if not errors:
+    errors = _errors.get()
+    if errors is None:
         return call(*args)
-    if errors[-1] is None:
+    if not errors:
         try:
             return call(*args)
         except BaseException as error:
-            errors[-1] = error
+            errors.append(error)
     return nothing
