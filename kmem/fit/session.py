@@ -306,18 +306,19 @@ class Session:
             return
         functions = {}
         names = [f"{kind}_function" for kind in _KINDS]
-        before = {
-            name: getattr(model, name)
+        was_eager = model.run_eagerly
+        # Keras's methods go by some of these and set the others.
+        with patching.together(
+            patching.member(model, name, getattr(model, name))
             for name in (*names, "jit_compile", "run_eagerly")
-        }
-        try:
+        ):
             if not (self.options.allows_xla and self.step.allows_xla):
                 model.jit_compile = False
             for kind, name in zip(_KINDS, names, strict=True):
                 concerned = [each for each in mechanisms if kind in each.kinds]
                 if not concerned:
                     continue
-                model.run_eagerly = before["run_eagerly"] or any(
+                model.run_eagerly = was_eager or any(
                     each.runs_eagerly for each in concerned
                 )
                 evaluate = functools.partial(self._evaluate, kind)
@@ -328,9 +329,6 @@ class Session:
                 for each in concerned:
                     function = each.wrapped(function)
                 functions[name] = function
-        finally:
-            for name, value in before.items():
-                setattr(model, name, value)
         self._made = functions
 
     def _train(self, data):
