@@ -354,10 +354,8 @@ def fused_attention(layer: Any) -> tuple[Any, str] | None:
 
 def attention_scale(layer: Any) -> float:
     """What an attention layer multiplies its scores by."""
-    name = "_inverse_sqrt_key_dim"
-    if hasattr(layer, name):
-        return getattr(layer, name)
-    return layer._inverse_sqrt_head_dim
+    scale = getattr(layer, "_inverse_sqrt_key_dim", None)
+    return layer._inverse_sqrt_head_dim if scale is None else scale
 
 
 def attention_dropout(layer: Any) -> Any:
