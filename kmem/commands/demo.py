@@ -8,7 +8,6 @@ from step to step, and has no batch normalization, which sees micro-batches.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import gc
 import itertools
@@ -17,9 +16,7 @@ import os
 import pathlib
 import sys
 import textwrap
-import threading
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -76,9 +73,8 @@ class Result:
         loss: That of the last epoch.
         error: What TensorFlow said if memory ran out.
         chosen: What `memory_budget` chose, in a few words.
-        peak_bytes: The most bytes that were in use past the first update,
-            with its tracing and the dry runs of a search.
-        samples: `(time, bytes)`, the peak of every millisecond or two.
+        peak_bytes: The most bytes that were in use in the last epoch, past
+            the tracing and the dry runs of a search.
         updates: The time of every update.
     """
 
@@ -86,7 +82,6 @@ class Result:
     error: str = ""
     chosen: str = ""
     peak_bytes: int = 0
-    samples: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     updates: list[float] = dataclasses.field(default_factory=list)
 
     @property
@@ -104,7 +99,7 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
         type=arguments.file_ending(*arguments.PICTURES),
         default=pathlib.Path("memory.png"),
         metavar="PATH",
-        help="where to draw the memory of each run (default: %(default)s)",
+        help="where to draw the peak of each run (default: %(default)s)",
     )
 
 
@@ -136,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     for line in problems or _notes(results):
         print(line, file=sys.stderr if problems else sys.stdout)
     _draw(results, args.output)
-    print(f"The memory of each run is drawn in {args.output}")
+    print(f"The peak of each run is drawn in {args.output}")
     return 1 if problems else 0
 
 
@@ -170,6 +165,7 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
     import keras
     import tensorflow as tf
 
+    from kmem import callbacks
     from kmem import memory
     from kmem.budget.report import describe
     from kmem.model import wrap
@@ -188,59 +184,32 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
             time.perf_counter()
         )
     )
-    with _sampling(result):
-        try:
-            memory.limit(LIMIT_BYTES if item.limited else None, device="CPU")
-            history = model.fit(
-                x,
-                y,
-                batch_size=BATCH_SIZE,
-                epochs=EPOCHS,
-                shuffle=False,
-                # Keras declares a string, and documents integers.
-                verbose=0,  # pyright: ignore[reportArgumentType]
-                callbacks=[clock],
-                **item.options,
-            )
-            result.loss = history.history["loss"][-1]
-            if item is BUDGET:
-                report = getattr(model, "memory_report")  # noqa: B009
-                result.chosen = describe(report.chosen.options)
-        except tf.errors.ResourceExhaustedError as error:
-            # Of the many lines, the one that tells.
-            lines = error.message.splitlines()
-            lines = [line for line in lines if line.startswith("OOM")] or lines
-            result.error = lines[0]
-        finally:
-            memory.limit(None, device="CPU")
-    return result
-
-
-@contextlib.contextmanager
-def _sampling(result: Result) -> Iterator[None]:
-    from kmem import memory
-
-    done = threading.Event()
-
-    def sample():
-        while not done.is_set():
-            with memory.track("CPU") as usage:
-                time.sleep(0.001)
-            result.samples.append((time.perf_counter(), usage.peak_bytes))
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
     try:
-        yield
+        memory.limit(LIMIT_BYTES if item.limited else None, device="CPU")
+        history = model.fit(
+            x,
+            y,
+            batch_size=BATCH_SIZE,
+            epochs=EPOCHS,
+            shuffle=False,
+            # Keras declares a string, and documents integers.
+            verbose=0,  # pyright: ignore[reportArgumentType]
+            callbacks=[callbacks.MemoryMonitor("CPU"), clock],
+            **item.options,
+        ).history
+        result.loss = history["loss"][-1]
+        result.peak_bytes = int(1e6 * history["memory_peak_mb"][-1])
+        if item is BUDGET:
+            report = getattr(model, "memory_report")  # noqa: B009
+            result.chosen = describe(report.chosen.options)
+    except tf.errors.ResourceExhaustedError as error:
+        # Of the many lines, the one that tells.
+        lines = error.message.splitlines()
+        lines = [line for line in lines if line.startswith("OOM")] or lines
+        result.error = lines[0]
     finally:
-        done.set()
-        thread.join()
-    if not result.error:
-        result.peak_bytes = max(
-            num_bytes
-            for moment, num_bytes in result.samples
-            if moment > result.updates[0]
-        )
+        memory.limit(None, device="CPU")
+    return result
 
 
 def _megabytes(num_bytes: float) -> str:
@@ -285,62 +254,40 @@ def _notes(results: dict[Run, Result]) -> list[str]:
         *textwrap.wrap(error, 78, break_on_hyphens=False),
         "",
         f"memory_budget chose {results[BUDGET].chosen}.",
-        "peak: past the first update. time: of the fastest update, relative to "
-        "the first row.",
+        "peak: of the last epoch. time: of the fastest update, relative to the "
+        "first row.",
         "changed: by which share the last loss differs from Keras's; sums in "
         f"another\norder change less than {TOLERANCE:.0e} of it.",
     ]
 
 
 def _draw(results: dict[Run, Result], path: pathlib.Path) -> None:
-    """Draws the memory of two updates of each run, against the limit.
-
-    Each has a strip of its own, with what it took in words beside it, so that
-    the picture can be read without its colours.
-    """
+    """Draws the peak of each run against the limit, with what it took in words
+    beside it, so that the picture can be read without its colours."""
     figure = drawing.new_figure("the demonstration")
-    figure.set_figheight(0.5 + 0.85 * len(results))
-    strips = figure.subplots(len(results), sharex=True, sharey=True)
+    axes = figure.subplots()
     reference = results[UNLIMITED]
-    for axes, (item, result) in zip(strips, results.items(), strict=True):
-        seconds, megabytes = _updates(result)
+    for place, (item, result) in enumerate(results.items()):
+        # Where memory runs out, all that there is was in use.
+        peak_bytes = LIMIT_BYTES if result.error else result.peak_bytes
         color = drawing.BLUE if item.options else drawing.GREY
-        axes.fill_between(seconds, megabytes, color=color, alpha=0.3)
-        axes.plot(seconds, megabytes, color=color)
-        axes.axhline(LIMIT_BYTES / 1e6, color="black", ls="--", linewidth=1)
-        words = _megabytes(result.peak_bytes)
+        axes.barh(place, peak_bytes / 1e6, color=color, alpha=0.4)
+        words = _megabytes(peak_bytes)
         if result.error:
-            style = {"color": drawing.RED, "markersize": 11}
-            axes.plot(seconds[-1:], megabytes[-1:], "X", **style)
+            axes.plot(peak_bytes / 1e6, place, "X", color=drawing.RED)
             words = "out of memory"
         elif item.options:
             slowdown = result.seconds / reference.seconds
-            words += f", {slowdown:.1f}x the time,\nthe same numbers"
-        beside = {"transform": axes.transAxes, "va": "center"}
-        axes.text(1.01, 0.5, words, **beside)
-        axes.text(-0.06, 0.5, item.label, **beside, ha="right")
-        axes.spines[["top", "right"]].set_visible(False)
-    strips[0].set_ylim(0, 1.1 * reference.peak_bytes / 1e6)
-    strips[0].set_xlim(left=0)
-    strips[-1].set_xlabel("seconds of two updates (the failing one's: of one)")
+            words += f", {slowdown:.1f}x the time, the same numbers"
+        axes.text(1, place, words, va="center")
+    axes.axvline(LIMIT_BYTES / 1e6, color="black", ls="--", linewidth=1)
+    axes.set_yticks(range(len(results)), [item.label for item in results])
+    axes.invert_yaxis()
+    axes.set_xlabel("peak of an epoch, MB")
+    axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        "The same model and batch: memory in use, MB, of a device of "
+        "The same model and batch, on a device of "
         f"{_megabytes(LIMIT_BYTES)} (dashed)",
         fontweight="bold",
     )
     figure.savefig(path, dpi=150)
-
-
-def _updates(result: Result) -> "tuple[np.ndarray, np.ndarray]":
-    """Seconds and MB of the last two updates, or of the one that failed."""
-    import numpy as np
-
-    times, num_bytes = np.array(result.samples).T
-    if result.error:
-        # What an error leaves is freed, which is no part of the step.
-        begin = np.argmax(num_bytes > num_bytes[0] + 0.02 * LIMIT_BYTES)
-        end = len(times) - np.argmax(num_bytes[::-1] == num_bytes.max())
-    else:
-        begin, end = np.searchsorted(times, result.updates[-3::2])
-    times = times[begin:end]
-    return times - times[0], num_bytes[begin:end] / 1e6
