@@ -67,40 +67,21 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
     highest = plan.unplanned_peak_bytes
     scale, unit = drawing.scale(highest)
     base = base_bytes / scale
-    top = 1.2 * highest / scale
-    budget = (plan.budget_bytes or 0) / scale
+    peaks = [highest, plan.predicted_peak_bytes, plan.budget_bytes or 0]
 
-    def curve(simulation: "Simulation", schedule, side: int, **style):
-        """Draws a curve, with its peak above (1) or below (-1) it."""
-        color = style["color"]
+    def curve(simulation: "Simulation", schedule, label: str, **style):
         seconds = [graph.operations[index].seconds for index in schedule]
         edges = np.cumsum([0.0, *seconds])
         in_use = np.array(simulation.step_bytes) + plan.resident_bytes
-        heights = in_use / scale
-        style = {"baseline": None, "linewidth": 1.5, "zorder": 3, **style}
-        axes.stairs(heights, edges, **style)
-        step = int(np.argmax(heights))
-        x, y = float(edges[step : step + 2].mean()), heights[step]
-        axes.plot(x, y, "o", color=color, zorder=4)
-        # Above the budget's line, if that is in the way.
-        in_the_way = side > 0 and y <= budget < y + 0.08 * top
-        axes.annotate(
-            format_size(in_use[step]),
-            (x, budget if in_the_way else y),
-            xytext=(0, 7 * side),
-            textcoords="offset points",
-            ha=_alignment(x / edges[-1]),
-            va="bottom" if side > 0 else "top",
-            color=color,
-            fontweight="bold",
-        )
-        return heights, edges
+        style |= {"baseline": None, "linewidth": 1.5, "zorder": 3}
+        label = f"{label}: {format_size(int(in_use.max()))} at the peak"
+        axes.stairs(in_use / scale, edges, **style, label=label)
+        return in_use / scale, edges
 
-    style = {"color": drawing.GREY, "label": "everything kept"}
-    curve(plan.unplanned, graph.program, 1, **style, linestyle=":")
-    # Below, as the two peaks may be close.
-    style = {"color": drawing.BLUE, "label": "the plan"}
-    heights, edges = curve(plan.simulation, plan.schedule, -1, **style)
+    style = {"color": drawing.GREY, "linestyle": ":"}
+    curve(plan.unplanned, graph.program, "everything kept", **style)
+    style = {"color": drawing.BLUE}
+    heights, edges = curve(plan.simulation, plan.schedule, "the plan", **style)
     _, first, which = np.unique(
         plan.schedule, return_index=True, return_inverse=True
     )
@@ -120,26 +101,12 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
         label=f"always in memory: {format_size(base_bytes)}",
     )
     if plan.budget_bytes is not None:
-        axes.axhline(budget, color="black", linestyle="--", linewidth=1)
-        axes.text(
-            1.01,
-            budget,
-            f"budget:\n{format_size(plan.budget_bytes)}",
-            va="center",
-            transform=axes.get_yaxis_transform(),
-        )
+        drawing.mark_budget(axes.axhline, plan.budget_bytes, scale)
     axes.set_xlim(0, edges[-1])
-    axes.set_ylim(0, max(top, 1.1 * budget))
+    axes.set_ylim(0, 1.3 * max(peaks) / scale)
     axes.set_xlabel("seconds of the step, as predicted")
     axes.set_ylabel(f"memory in use, {unit}")
-    drawing.finish(axes, _title(plan), loc="upper center", ncols=4)
-
-
-def _alignment(position: float) -> str:
-    """Keeps a label between left (0) and right (1)."""
-    if position < 0.1:
-        return "left"
-    return "right" if position > 0.9 else "center"
+    drawing.finish(axes, _title(plan), loc="upper center", ncols=3)
 
 
 def _draw_stages(axes: "Axes", plan: Any) -> None:
