@@ -104,6 +104,12 @@ def flipping():
     return [layers.RandomFlip(), layers.Conv2D(4, 3), layers.ReLU()]
 
 
+def groups():
+    """Keras computes convolutions in groups in a `tf.function`."""
+    block = [layers.Conv2D(4, 3, groups=2, activation="relu")]
+    return [*block, layers.Dropout(0.5), layers.Conv2D(4, 3, groups=4)]
+
+
 CASES = {
     dropout: rows(6, 8),
     noise: rows(6, 8),
@@ -117,4 +123,5 @@ CASES = {
     frozen: rows(6, 8),
     mixed_bfloat16: rows(6, 8),
     flipping: rows(4, 6, 6, 2),
+    groups: rows(4, 6, 6, 4),
 }

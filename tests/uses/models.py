@@ -168,6 +168,7 @@ def convolutions(trainer):
         trainer,
         [
             layers.Conv2D(4, 3, activation="relu", padding="same"),
+            layers.Conv2D(4, 3, padding="same", groups=2),
             layers.MaxPooling2D(),
             layers.DepthwiseConv2D(3),
             layers.GlobalAveragePooling2D(),
