@@ -9,6 +9,7 @@ one raises, or when training is interrupted between two steps: there a function
 takes off, by itself, what put it on, at the latest when the model trains again.
 """
 
+import contextlib
 import functools
 import gc
 import warnings
@@ -38,6 +39,7 @@ from kmem.sharding.training import ShardedTraining
 from kmem.step import batches
 from kmem.step import updates
 from kmem.step.capture import has_default_step
+from kmem.step.capture import optimizers
 from kmem.step.parts import Alone
 
 _KINDS = ("train", "test", "predict")
@@ -335,7 +337,16 @@ class Session:
         take: Callable = self._take_step
         for each in reversed(self._mechanisms):
             take = functools.partial(each.take, take)
-        with tf.variable_creator_scope(_made_at_once):
+        # These scale otherwise once they are built: traced twice, as in Keras.
+        if any(
+            isinstance(each, keras.optimizers.LossScaleOptimizer)
+            for each in optimizers(self.model)
+            if not each.built
+        ):
+            made: Any = contextlib.nullcontext()
+        else:
+            made = tf.variable_creator_scope(_made_at_once)
+        with made:
             # `train_on_batch` in eager mode hands NumPy arrays to the step.
             logs = take(keras.tree.map_structure(batches.as_tensor, data))
         releasing.forget_gradients()

@@ -135,7 +135,8 @@ def in_turn(
         # Before that the backward pass reads it, and it would be copied.
         ready = fusion.known_before(fusion.maker(gradient))
         for op in decays.get(index(variable), []):
-            if op.inputs:
+            # TensorFlow puts factors in another order where none of them waits.
+            if any(t.dtype == tf.resource for t in op.inputs):
                 private_tf.wait_for(op, before + ready)
         before[:] = [op for op in new if not op.outputs] or before
         if order is not None:
