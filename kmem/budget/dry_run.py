@@ -20,6 +20,7 @@ from kmem.base import native
 from kmem.base import private_tf
 from kmem.budget import tuning
 from kmem.fit.session import Session
+from kmem.options import MemoryOptions
 from kmem.sharding import agreeing
 from kmem.sharding.engine import Engine
 from kmem.step import batches
@@ -53,6 +54,7 @@ def dry_run(
     spec: Any = None,
     *,
     group: Engine | None = None,
+    count: int = 1,
 ) -> Measurement | None:
     """Runs a model's steps on random data, and measures them.
 
@@ -66,6 +68,7 @@ def dry_run(
         training: Within, `model.train_function` takes the steps.
         spec: What the graph knows of the batch.
         group: The processes that take them together.
+        count: As `measured` has it.
 
     Returns:
         What a step took in this process, or `None` if it ran out of memory.
@@ -75,7 +78,9 @@ def dry_run(
             with training:
                 iterator = _iterator(model.distribute_strategy, batch, spec)
                 step: Any = model.train_function
-                return measured(lambda: step(iterator), group or Engine())
+                return measured(
+                    lambda: step(iterator), group or Engine(), count=count
+                )
         finally:
             gc.collect()
 
@@ -86,7 +91,16 @@ def of_session(
     """`dry_run` of a session's step with a batch (`TensorSpec`s)."""
     group = agreeing.processes(session.options)
     around = session.changes.undone(batch), installed(session)
-    return dry_run(session.model, batch, *around, spec, group=group)
+    count = steps_of_update(session.model, session.options)
+    return dry_run(
+        session.model, batch, *around, spec, group=group, count=count
+    )
+
+
+def steps_of_update(model: Any, options: MemoryOptions) -> int:
+    """How many steps have one update: kmem's, or the optimizer's own."""
+    own = getattr(model.optimizer, "gradient_accumulation_steps", None)
+    return own or options.num_batches
 
 
 def is_possible(model: Any) -> bool:
@@ -121,7 +135,10 @@ def timed(step: Callable[..., Any], *arguments: Any) -> float:
 
 
 def measured(
-    step: Callable[[], Any], group: Engine, is_traced: bool = False
+    step: Callable[[], Any],
+    group: Engine,
+    is_traced: bool = False,
+    count: int = 1,
 ) -> Measurement | None:
     """Takes two steps, or more if these need other than one another, and
     measures them.
@@ -130,6 +147,8 @@ def measured(
         step: Takes one.
         group: The processes that take them together.
         is_traced: Whether the first one does not trace.
+        count: How many have one update. So many are taken together, as one
+            that updates may need more than the others.
 
     Returns:
         What a step took in this process, or `None` if it ran out of memory.
@@ -142,9 +161,13 @@ def measured(
     try:
         if not is_traced:
             # It may take memory that no other step does.
-            timed(step)
+            for _ in range(count):
+                timed(step)
         while len(peaks) < tuning.NUM_STEPS:
-            duration, num_bytes = _timed_and_needed(step)
+            each = [_timed_and_needed(step) for _ in range(count)]
+            duration, num_bytes = (
+                max(both) for both in zip(*each, strict=True)
+            )
             # They all have to take as many, in nanoseconds.
             longest = agreeing.highest(group, int(1e9 * duration))
             seconds.append(longest / 1e9)

@@ -186,8 +186,7 @@ class Trial:
         if self._parts > 1:
             two = MicroBatches(2)
             options = dataclasses.replace(options, microbatches=two)
-        self._batches = min(2, options.num_batches)
-        if self._batches > 1:
+        if options.num_batches > 1:
             both = GradientAccumulation(2)
             options = dataclasses.replace(
                 options, gradient_accumulation_steps=both
@@ -227,7 +226,7 @@ class Trial:
         return dataclasses.replace(
             own,
             peak_bytes=own.peak_bytes + left,
-            seconds=own.seconds * self._num_rows / rows / self._batches,
+            seconds=own.seconds * self._num_rows / rows,
         )
 
     def rows(self, size: int) -> int:
@@ -239,7 +238,8 @@ class Trial:
             return self._drawn(size)
         is_traced = self.session is not None
         with self.ready(size) as step, dry_run.installed(self.session):
-            measured = dry_run.measured(step, self._group, is_traced)
+            count = dry_run.steps_of_update(self._model, self._options)
+            measured = dry_run.measured(step, self._group, is_traced, count)
         if not (measured and is_traced and self.session.is_traceable):
             # What a trace, an eager step or an error left. It takes a second.
             gc.collect()
@@ -253,8 +253,7 @@ class Trial:
             point: Any = self.plan.simulation
         else:
             point = self._drawing.at(size, self._parts > 1).everything
-        seconds = self._parts * self._batches * point.seconds
-        return Measurement(point.peak_bytes, seconds)
+        return Measurement(point.peak_bytes, self._parts * point.seconds)
 
     @contextlib.contextmanager
     def ready(self, size: int) -> Iterator[Callable[[], Any]]:
@@ -272,7 +271,7 @@ class Trial:
         specs = batches.with_rows(self._batch, self.rows(size))
         with self.session.changes.undone(specs):
             data = batches.random_data(specs)
-            yield lambda: [self._step(data) for _ in range(self._batches)]
+            yield lambda: self._step(data)
 
 
 def longest_in_turns(*two: tuple[Trial, int]) -> float:
