@@ -124,11 +124,13 @@ def _check_is_dense(arguments: MutableMapping[str, Any], name: str) -> None:
     x = arguments.get("x")
     given = [getattr(x, "element_spec", x), arguments.get("y")]
     for leaf in keras.tree.flatten(given):
-        if isinstance(leaf, _NOT_DENSE):
+        # Keras makes sparse tensors of SciPy's matrices.
+        kind = type(leaf)
+        if isinstance(leaf, _NOT_DENSE) or kind.__module__.startswith("scipy"):
             raise ValueError(
                 f"`{name}` plans for batches of a fixed shape: give `fit` "
                 "dense tensors, or use `microbatches` or `dtr`. Received: "
-                f"{type(leaf).__name__}"
+                f"{kind.__name__}"
             )
 
 

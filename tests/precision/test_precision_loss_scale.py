@@ -16,6 +16,7 @@ from precision_models import is_plain
 from precision_models import normal
 from precision_models import step_of
 
+import kmem
 from kmem import precision
 from kmem.options import MixedPrecision
 from kmem.precision import loss_scale
@@ -276,3 +277,38 @@ def test_what_a_fit_reached_does_not_keep_the_optimizer_alive():
     del model
     gc.collect()
     assert len(loss_scale._scales) <= before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"microbatches": 2},
+        {"gradient_accumulation_steps": 1},
+        {"mixed_precision": "bfloat16"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_the_scale_of_a_model_that_fit_builds_is_the_one_it_has_by_then(
+    options,
+):
+    """What a trace reads of an optimizer without variables stays."""
+
+    def losses(**options):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([layers.Dense(16, "elu"), layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(1.0)
+        model.compile(
+            # Doubled each time: a step of another scale is another step.
+            keras.optimizers.LossScaleOptimizer(
+                optimizer, initial_scale=2.0, dynamic_growth_steps=1
+            ),
+            "mse",
+        )
+        x = np.random.default_rng(0).normal(size=(80, 8)).astype("float32")
+        fit = kmem.wrap(model).fit
+        history = fit(
+            *(x, x[:, :2]), 16, shuffle=False, verbose=0, epochs=2, **options
+        )
+        return history.history["loss"]
+
+    assert losses(**options) == pytest.approx(losses(), rel=0.05)

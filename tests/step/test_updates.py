@@ -122,6 +122,24 @@ def test_the_numbers_are_those_of_updates_at_the_end(optimizer_arguments):
         np.testing.assert_array_equal(got[path], array, err_msg=path)
 
 
+def test_a_weight_decays_by_a_schedule_as_without_early_updates():
+    """TensorFlow puts the factors of a decay in an order of its own."""
+
+    def weights(**options):
+        keras.utils.set_random_seed(0)
+        block = [layers.Dense(32, "tanh") for _ in range(3)]
+        model = keras.Sequential([keras.Input((WIDTH,)), *block])
+        rate = keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.5)
+        model.compile(keras.optimizers.SGD(rate, weight_decay=0.01), "mse")
+        x, _ = batch()
+        fit = kmem.wrap(model).fit
+        fit(x, x[:, :32], ROWS // 4, shuffle=False, verbose=0, **options)
+        return model.get_weights()
+
+    for got, want in zip(weights(microbatches=1), weights(), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_a_large_variable_is_updated_when_activations_are_gone():
     """Its update takes more memory than all gradients together."""
     inputs = keras.Input((WIDTH,))
