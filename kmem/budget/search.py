@@ -184,7 +184,6 @@ class Search:
                     break
         drawn = (self._menu.drawn(options, count) for count in fewer)
         expected = list(filter(None, drawn))
-        self.tried += expected
         while expected:
             least = min(each.predicted_seconds for each in expected)
             # Of those that take about as long the one in the largest.
@@ -195,12 +194,14 @@ class Search:
             )
             best = self.best.predicted_seconds if self.best else math.inf
             if first.predicted_seconds > (1 + tuning.DOUBT) * best:
-                return
+                break
             planned = self._planned(first.options)
+            # What was run is told of as it was measured.
+            expected.remove(first)
             if planned is not None:
                 self._keep(planned)
-                return
-            expected.remove(first)
+                break
+        self.tried += expected
 
     def _smallest(self, options: MemoryOptions, count: int) -> None:
         """Tries what needs the least: an error tells of it if nothing fits."""
