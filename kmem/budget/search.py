@@ -79,14 +79,9 @@ class Search:
     def run(
         self, allowed: list[MemoryOptions], evicting: list[MemoryOptions]
     ) -> None:
-        """Looks for the best step.
-
-        Args:
-            allowed: The options that it may be taken under, besides what is
-                looked for. A plain one under those given was tried.
-            evicting: Others, that stay within the budget by themselves: if
-                nothing else does that changes no number.
-        """
+        """Looks for the best step under any of some options, of which a plain
+        one under those that were given was tried; and under others, which stay
+        within the budget by themselves, before numbers change."""
         self._menu.most_trials = len(allowed) * (2 + _MAX_PLANS)
         # No option changes which process has which examples.
         counts = exact = self._menu.counts(allowed[0])

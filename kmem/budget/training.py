@@ -50,6 +50,11 @@ _NOTHING_LESS = (
     "less. The model is as it was before the step: make the batch smaller or "
     "the budget larger."
 )
+_NOT_UNDONE = (
+    "A step ran out of memory, and neither replicas nor processes that train "
+    "in shards can undo theirs: start again, from the last checkpoint, with a "
+    "smaller `memory_budget`."
+)
 
 
 @dataclasses.dataclass
@@ -246,40 +251,36 @@ class BudgetedSession:
             self._enter(bucket)
         if not bucket.report.is_measured:
             return bucket.step(self._spec)(batch)
-        if self._group.size * self._num_replicas > 1:
-            return self._step_with_others(bucket, batch)
+        can_undo = self._group.size * self._num_replicas == 1
         message = ""
-        for number in range(tuning.MAX_ATTEMPTS):
+        for number in range(tuning.MAX_ATTEMPTS if can_undo else 1):
             if number > 1:
                 own = self._budget - bucket.expected_in_use_bytes
                 less = int(tuning.DOUBT * max(own, 0))
                 bucket = self._with_less(bucket, less, message)
-            state = undoing.State(bucket.read_state(), self.model.metrics)
+            state = None
+            if can_undo:
+                state = undoing.State(bucket.read_state(), self.model.metrics)
             with memory.track() as usage:
                 logs, message = attempt(bucket.step(self._spec), batch)
             if not message:
-                self._learn(bucket, usage.peak_bytes)
+                bucket.num_steps += 1
+                # Processes have to ask each other.
+                if (
+                    self._group.size == 1
+                    or bucket.num_steps <= tuning.NUM_STEPS
+                ):
+                    peak = agreeing.highest(self._group, usage.peak_bytes)
+                    self._learn(bucket, peak)
                 return logs
-            state.restore()
-            option = describe(bucket.session.options)
-            self._event(f"A step ran out of memory ({option}) and was undone.")
-        raise exhausted(_NOTHING_LESS, message, self._received)
-
-    def _step_with_others(self, bucket: _Bucket, batch):
-        """Takes one step together with other processes, or replicas."""
-        with memory.track() as usage:
-            logs, message = attempt(bucket.step(self._spec), batch)
-        if message:
-            raise exhausted(
-                "A step ran out of memory, and neither replicas nor processes "
-                "that train in shards can undo theirs: start again, from the "
-                "last checkpoint, with a smaller `memory_budget`.",
-                *(message, self._received),
-            )
-        bucket.num_steps += 1
-        if bucket.num_steps <= tuning.NUM_STEPS:
-            self._learn(bucket, agreeing.highest(self._group, usage.peak_bytes))
-        return logs
+            if state is not None:
+                state.restore()
+                option = describe(bucket.session.options)
+                self._event(
+                    f"A step ran out of memory ({option}) and was undone."
+                )
+        reason = _NOTHING_LESS if can_undo else _NOT_UNDONE
+        raise exhausted(reason, message, self._received)
 
     def _covering(self, batch) -> _Bucket | None:
         """What was chosen for such batches, or larger ones."""

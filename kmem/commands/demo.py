@@ -40,29 +40,18 @@ STEPS_PER_EPOCH = NUM_EXAMPLES // BATCH_SIZE
 TOLERANCE = 1e-5
 
 
-# Compared by identity: the runs below are keys.
-@dataclasses.dataclass(frozen=True, eq=False)
-class Run:
-    """One training of the same model on the same data: a row of the table.
-
-    Attributes:
-        label: What the table calls it.
-        options: The memory options of `fit`.
-        limited: Whether the device has the limit.
-    """
-
-    label: str
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    limited: bool = True
-
-
-UNLIMITED = Run("Keras, no limit", limited=False)
-PLAIN = Run("Keras")
-BUDGET = Run('memory_budget="64MB"', {"memory_budget": STEP_BYTES})
-PLANNED = Run('remat="64MB"', {"remat": STEP_BYTES})
-EVICTING = Run('dtr="64MB"', {"dtr": STEP_BYTES})
-MICRO = Run("microbatches=8", {"microbatches": 8})
-RUNS = (UNLIMITED, PLAIN, BUDGET, PLANNED, EVICTING, MICRO)
+UNLIMITED, PLAIN = "Keras, no limit", "Keras"
+BUDGET, PLANNED = 'memory_budget="64MB"', 'remat="64MB"'
+EVICTING, MICRO = 'dtr="64MB"', "microbatches=8"
+# Each run of the same model on the same data, with its memory options.
+RUNS: dict[str, dict[str, Any]] = {
+    UNLIMITED: {},
+    PLAIN: {},
+    BUDGET: {"memory_budget": STEP_BYTES},
+    PLANNED: {"remat": STEP_BYTES},
+    EVICTING: {"dtr": STEP_BYTES},
+    MICRO: {"microbatches": 8},
+}
 
 
 @dataclasses.dataclass
@@ -122,11 +111,11 @@ def run(args: argparse.Namespace) -> int:
         f"{BATCH_SIZE}, on a CPU that is limited to {_megabytes(LIMIT_BYTES)}:"
         f"\n\n{'run':<26} {'peak':>13} {'time':>6} {'loss':>9} {'changed':>8}"
     )
-    results: dict[Run, Result] = {}
-    for item in RUNS:
-        result = results[item] = _train(item, *data)
+    results: dict[str, Result] = {}
+    for label in RUNS:
+        result = results[label] = _train(label, *data)
         columns = _columns(result, results[UNLIMITED])
-        print(f"{item.label:<26}", columns, flush=True)
+        print(f"{label:<26}", columns, flush=True)
     problems = _problems(results)
     for line in problems or _notes(results):
         print(line, file=sys.stderr if problems else sys.stdout)
@@ -160,7 +149,7 @@ def _model() -> "keras.Model":
     return model
 
 
-def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
+def _train(label: str, x: "np.ndarray", y: "np.ndarray") -> Result:
     """Trains from the same weights, on the same digits in the same order."""
     import keras
     import tensorflow as tf
@@ -175,7 +164,7 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
     gc.collect()
     keras.utils.set_random_seed(0)
     model = _model()
-    if item.options:
+    if RUNS[label]:
         model = wrap(model)
     result = Result()
 
@@ -185,7 +174,8 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
         )
     )
     try:
-        memory.limit(LIMIT_BYTES if item.limited else None, device="CPU")
+        limit = None if label == UNLIMITED else LIMIT_BYTES
+        memory.limit(limit, device="CPU")
         history = model.fit(
             x,
             y,
@@ -195,11 +185,11 @@ def _train(item: Run, x: "np.ndarray", y: "np.ndarray") -> Result:
             # Keras declares a string, and documents integers.
             verbose=0,  # pyright: ignore[reportArgumentType]
             callbacks=[callbacks.MemoryMonitor("CPU"), clock],
-            **item.options,
+            **RUNS[label],
         ).history
         result.loss = history["loss"][-1]
         result.peak_bytes = int(1e6 * history["memory_peak_mb"][-1])
-        if item is BUDGET:
+        if label == BUDGET:
             report = getattr(model, "memory_report")  # noqa: B009
             result.chosen = describe(report.chosen.options)
     except tf.errors.ResourceExhaustedError as error:
@@ -231,23 +221,23 @@ def _difference(result: Result, reference: Result) -> float:
     return abs(result.loss / reference.loss - 1)
 
 
-def _problems(results: dict[Run, Result]) -> list[str]:
+def _problems(results: dict[str, Result]) -> list[str]:
     """What is not as it should be; empty if the story holds."""
     found = []
     if not results[PLAIN].error:
         found.append("plain Keras fits within the limit, and should not.")
-    for item, result in results.items():
-        if not item.options:
+    for label, result in results.items():
+        if not RUNS[label]:
             continue
         difference = _difference(result, results[UNLIMITED])
         if result.error or result.peak_bytes > LIMIT_BYTES:
-            found.append(f"{item.label}: does not fit within the limit.")
+            found.append(f"{label}: does not fit within the limit.")
         elif not difference <= TOLERANCE:
-            found.append(f"{item.label}: the loss is off by {difference:.1e}.")
+            found.append(f"{label}: the loss is off by {difference:.1e}.")
     return [f"kmem demo: {line}" for line in found]
 
 
-def _notes(results: dict[Run, Result]) -> list[str]:
+def _notes(results: dict[str, Result]) -> list[str]:
     error = f"Keras ends in ResourceExhaustedError: {results[PLAIN].error}"
     return [
         "",
@@ -261,27 +251,27 @@ def _notes(results: dict[Run, Result]) -> list[str]:
     ]
 
 
-def _draw(results: dict[Run, Result], path: pathlib.Path) -> None:
+def _draw(results: dict[str, Result], path: pathlib.Path) -> None:
     """Draws the peak of each run against the limit, with what it took in words
     beside it, so that the picture can be read without its colours."""
     figure = drawing.new_figure("the demonstration")
     axes = figure.subplots()
     reference = results[UNLIMITED]
-    for place, (item, result) in enumerate(results.items()):
+    for place, (label, result) in enumerate(results.items()):
         # Where memory runs out, all that there is was in use.
         peak_bytes = LIMIT_BYTES if result.error else result.peak_bytes
-        color = drawing.BLUE if item.options else drawing.GREY
+        color = drawing.BLUE if RUNS[label] else drawing.GREY
         axes.barh(place, peak_bytes / 1e6, color=color, alpha=0.4)
         words = _megabytes(peak_bytes)
         if result.error:
             axes.plot(peak_bytes / 1e6, place, "X", color=drawing.RED)
             words = "out of memory"
-        elif item.options:
+        elif RUNS[label]:
             slowdown = result.seconds / reference.seconds
             words += f", {slowdown:.1f}x the time, the same numbers"
         axes.text(1, place, words, va="center")
     axes.axvline(LIMIT_BYTES / 1e6, color="black", ls="--", linewidth=1)
-    axes.set_yticks(range(len(results)), [item.label for item in results])
+    axes.set_yticks(range(len(results)), list(results))
     axes.invert_yaxis()
     axes.set_xlabel("peak of an epoch, MB")
     axes.spines[["top", "right"]].set_visible(False)

@@ -132,15 +132,6 @@ def _draw_stages(axes: "Axes", plan: Any) -> None:
     axes.set_ylim(0, 1)
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
-    axes.set_title(
-        "the model's stages, each as wide as what it would keep",
-        loc="left",
-        fontsize=10,
-    )
-    axes.legend(
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        borderaxespad=0,
-        ncols=3,
-        frameon=False,
-    )
+    title = "the model's stages, each as wide as what it would keep"
+    axes.set_title(title, loc="left", fontsize=10)
+    drawing.finish(axes, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
