@@ -15,6 +15,16 @@ from kmem.step import batches
 # So many of the largest tensors are named in an error.
 _NUM_NAMED = 5
 _LARGEST = "The largest tensors at the peak of a plain step of a micro-batch:"
+NOTHING_LESS = (
+    "A step ran out of memory, and so did every option that is known to need "
+    "less. The model is as it was before the step: make the batch smaller or "
+    "the budget larger."
+)
+NOT_UNDONE = (
+    "A step ran out of memory, and neither replicas nor processes that train "
+    "in shards can undo theirs: start again, from the last checkpoint, with a "
+    "smaller `memory_budget`."
+)
 
 
 @dataclasses.dataclass(frozen=True)

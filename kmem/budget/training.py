@@ -7,10 +7,9 @@ with the same options first, for what took the memory may be gone, then with
 some that are chosen for less. One that was done, and needed more than the
 budget, makes the next ones use less.
 
-Processes that train in shards choose together, and cannot undo a step: one
-that runs out of memory ends them all. Nor can replicas, of which each follows
-what is chosen for its part of a batch. What this does not do: choose
-(choosing.py), or undo what a step does outside of the model.
+Processes that train in shards choose together. These cannot undo a step, and
+neither can replicas: one that runs out of memory ends them all. What this does
+not do: choose (choosing.py), or undo what a step does outside of the model.
 """
 
 import contextlib
@@ -28,62 +27,20 @@ from kmem import memory
 from kmem.base import patching
 from kmem.base.sizes import format_size
 from kmem.budget import choosing
+from kmem.budget import report as reports
 from kmem.budget import tuning
+from kmem.budget.bucket import Bucket
 from kmem.budget.inference import BudgetedInference
 from kmem.budget.inference import budget_bytes
 from kmem.budget.inference_steps import attempt
-from kmem.budget.report import MemoryReport
-from kmem.budget.report import describe
-from kmem.budget.report import exhausted
-from kmem.budget.report import received_budget
 from kmem.fit import pipeline
 from kmem.fit import undoing
-from kmem.fit.session import Session
 from kmem.fit.session import compiled_state
 from kmem.options import MemoryOptions
 from kmem.sharding import agreeing
 from kmem.step import batches
 
 _SESSIONS = "_kmem_budgeted"
-_NOTHING_LESS = (
-    "A step ran out of memory, and so did every option that is known to need "
-    "less. The model is as it was before the step: make the batch smaller or "
-    "the budget larger."
-)
-_NOT_UNDONE = (
-    "A step ran out of memory, and neither replicas nor processes that train "
-    "in shards can undo theirs: start again, from the last checkpoint, with a "
-    "smaller `memory_budget`."
-)
-
-
-@dataclasses.dataclass
-class _Bucket:
-    """How steps are taken with batches of some shapes, or smaller ones."""
-
-    batch: Any
-    session: Session
-    report: MemoryReport
-    # Between the steps.
-    expected_in_use_bytes: int
-    # Whether nothing that needs less is known.
-    is_least: bool = False
-    num_steps: int = 0
-    reader: undoing.Reader | None = None
-    # Whether steps write summaries, as the search's do not.
-    writes: bool = False
-
-    def step(self, spec: Any) -> Callable:
-        """Takes a step with a batch, of which `fit` knows this."""
-        if not self.writes and tf.summary.should_record_summaries():
-            self.writes = True
-            self.session.trace_again()
-        return self.session.on_batch(spec)
-
-    def read_state(self) -> undoing.Reader:
-        """Reads what a step changes; the first one may make variables."""
-        self.reader = self.session.changes.reader(self.reader)
-        return self.reader
 
 
 class BudgetedSession:
@@ -98,10 +55,12 @@ class BudgetedSession:
         self._options = options
         self._compiled = compiled_state(model)
         self._group = agreeing.processes(options)
-        self._strategy = self.model.distribute_strategy
-        self._num_replicas = self._strategy.num_replicas_in_sync
+        strategy = self.model.distribute_strategy
+        self._num_replicas = strategy.num_replicas_in_sync
         self._budget = budget_bytes(options)
-        self._received = received_budget(options.memory_budget, self._budget)
+        self._received = reports.received_budget(
+            options.memory_budget, self._budget
+        )
         self._verbose = 0
         # What steps were seen to need beyond what was predicted.
         self._less = 0
@@ -109,9 +68,9 @@ class BudgetedSession:
         self._in_hand = 0
         self._in_fit = True
         self._spec: Any = None
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         self._group_begun: list | None = None
-        self._bucket: _Bucket | None = None
+        self._bucket: Bucket | None = None
         self._events: list[str] = []
         self._has_warned = False
         # What was on the model, and what is, by name.
@@ -159,7 +118,7 @@ class BudgetedSession:
         if inference := self._inference(self._buckets[-1]):
             inference.prepare("test", batch, examples, reserved_bytes)
 
-    def _inference(self, bucket: _Bucket) -> BudgetedInference | None:
+    def _inference(self, bucket: Bucket) -> BudgetedInference | None:
         """What evaluates as a bucket trains; nothing in shards or replicas."""
         session = bucket.session
         if session.options.sharding is not None or self._num_replicas > 1:
@@ -243,7 +202,7 @@ class BudgetedSession:
 
     def _step(self, batch):
         """Takes one step, in as many attempts as it needs."""
-        own = batches.of_one_replica(self._strategy, batch)
+        own = batches.of_one_replica(self.model, batch)
         self._in_hand = pipeline.in_hand_bytes(own)
         specs = batches.specs_of(own)
         bucket = self._covering(specs) or self._choose_in_training(own)
@@ -258,9 +217,9 @@ class BudgetedSession:
                 own = self._budget - bucket.expected_in_use_bytes
                 less = int(tuning.DOUBT * max(own, 0))
                 bucket = self._with_less(bucket, less, message)
-            state = None
-            if can_undo:
-                state = undoing.State(bucket.read_state(), self.model.metrics)
+            state = can_undo and undoing.State(
+                bucket.read_state(), self.model.metrics
+            )
             with memory.track() as usage:
                 logs, message = attempt(bucket.step(self._spec), batch)
             if not message:
@@ -273,21 +232,20 @@ class BudgetedSession:
                     peak = agreeing.highest(self._group, usage.peak_bytes)
                     self._learn(bucket, peak)
                 return logs
-            if state is not None:
+            if state:
                 state.restore()
-                option = describe(bucket.session.options)
-                self._event(
-                    f"A step ran out of memory ({option}) and was undone."
-                )
-        reason = _NOTHING_LESS if can_undo else _NOT_UNDONE
-        raise exhausted(reason, message, self._received)
+                option = reports.describe(bucket.session.options)
+                told = f"A step ran out of memory ({option}) and was undone."
+                self._event(told)
+        reason = reports.NOTHING_LESS if can_undo else reports.NOT_UNDONE
+        raise reports.exhausted(reason, message, self._received)
 
-    def _covering(self, batch) -> _Bucket | None:
+    def _covering(self, batch) -> Bucket | None:
         """What was chosen for such batches, or larger ones."""
         found = (x for x in self._buckets if batches.covers(x.batch, batch))
         return next(found, None)
 
-    def _choose(self, batch, reserved_bytes: int) -> _Bucket:
+    def _choose(self, batch, reserved_bytes: int) -> Bucket:
         # The device may have become smaller.
         room = min(self._budget, memory.capacity())
         with self._whole():
@@ -303,7 +261,7 @@ class BudgetedSession:
         # What was tried and not chosen would count in the first step.
         gc.collect()
         in_use = report.in_use_bytes + reserved_bytes
-        bucket = _Bucket(batch, session, report, in_use)
+        bucket = Bucket(batch, session, report, in_use)
         self._buckets.append(bucket)
         self._show(bucket, budget_bytes=self._budget)
         if self._verbose:
@@ -314,25 +272,23 @@ class BudgetedSession:
     def _whole(self) -> Iterator[None]:
         """Within, the model is not in the shards in which it trains, and has
         no sums of a group's gradients."""
-        bucket, options = self._bucket, self._options
-        is_whole = options.sharding is None and options.num_batches == 1
-        if is_whole or bucket is None or not self.trains():
-            yield
-            return
-        self._leave()
+        bucket = self._bucket if self.trains() else None
+        if bucket is not None:
+            self._leave()
         try:
             yield
         finally:
-            self._enter(bucket)
+            if bucket is not None:
+                self._enter(bucket)
 
-    def _choose_in_training(self, batch) -> _Bucket:
+    def _choose_in_training(self, batch) -> Bucket:
         # A pipeline has to make it ready again. A dry run makes one of its
         # own, beside that which is in memory by now.
         ready = pipeline.ready_bytes(batch) * self._in_fit
         specs = batches.specs_of(batch, examples=True)
         return self._choose(specs, ready - self._in_hand)
 
-    def _with_less(self, bucket: _Bucket, less: int, message: str) -> _Bucket:
+    def _with_less(self, bucket: Bucket, less: int, message: str) -> Bucket:
         """Chooses anew for a bucket, so many bytes below what it had.
 
         Raises:
@@ -342,7 +298,9 @@ class BudgetedSession:
         try:
             smaller = self._choose_in_training(bucket.batch)
         except (ValueError, tf.errors.ResourceExhaustedError) as error:
-            raise exhausted(_NOTHING_LESS, message, self._received) from error
+            raise reports.exhausted(
+                reports.NOTHING_LESS, message, self._received
+            ) from error
         self._buckets.remove(bucket)
         if smaller.session.options.num_parts > 1:
             seen = bucket.report.layers_that_see_parts
@@ -350,7 +308,7 @@ class BudgetedSession:
         self._enter(smaller)
         return smaller
 
-    def _enter(self, bucket: _Bucket) -> None:
+    def _enter(self, bucket: Bucket) -> None:
         """Trains, and validates, as in a bucket from now on."""
         self._leave()
         self._bucket = bucket
@@ -369,7 +327,7 @@ class BudgetedSession:
         self._group_begun = session.step.unfinished()
         session.remove()
 
-    def _learn(self, bucket: _Bucket, peak_bytes: int) -> None:
+    def _learn(self, bucket: Bucket, peak_bytes: int) -> None:
         """Takes note of what a step needed."""
         choice = bucket.report.chosen
         if peak_bytes > (choice.measured_peak_bytes or 0):
@@ -380,7 +338,7 @@ class BudgetedSession:
             return
         self._event(
             f"A step needed {format_size(peak_bytes)} ("
-            f"{describe(choice.options)}); the next ones take less."
+            f"{reports.describe(choice.options)}); the next ones take less."
         )
         # What others have taken meanwhile is seen when it is chosen anew.
         taken = memory.current() - bucket.expected_in_use_bytes
@@ -410,7 +368,7 @@ class BudgetedSession:
         if self._verbose:
             print(line)
 
-    def _show(self, bucket: _Bucket, **changes: Any) -> None:
+    def _show(self, bucket: Bucket, **changes: Any) -> None:
         """Changes what is told of a bucket, and tells of it."""
         bucket.report = dataclasses.replace(
             bucket.report, events=tuple(self._events), **changes

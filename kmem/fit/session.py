@@ -39,7 +39,7 @@ from kmem.sharding.training import ShardedTraining
 from kmem.step import batches
 from kmem.step import updates
 from kmem.step.capture import has_default_step
-from kmem.step.capture import optimizers
+from kmem.step.capture import scales_later
 from kmem.step.parts import Alone
 
 _KINDS = ("train", "test", "predict")
@@ -337,14 +337,8 @@ class Session:
         take: Callable = self._take_step
         for each in reversed(self._mechanisms):
             take = functools.partial(each.take, take)
-        # These scale otherwise once they are built: traced twice, as in Keras.
-        if any(
-            isinstance(each, keras.optimizers.LossScaleOptimizer)
-            for each in optimizers(self.model)
-            if not each.built
-        ):
-            made: Any = contextlib.nullcontext()
-        else:
+        made: Any = contextlib.nullcontext()
+        if not scales_later(self.model):
             made = tf.variable_creator_scope(_made_at_once)
         with made:
             # `train_on_batch` in eager mode hands NumPy arrays to the step.

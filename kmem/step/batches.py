@@ -112,9 +112,9 @@ def part_of(batch, count: int) -> Any:
     return with_rows(batch, -(-rows // count))
 
 
-def of_one_replica(strategy: tf.distribute.Strategy, batch) -> Any:
+def of_one_replica(model, batch) -> Any:
     """What the first replica gets of a batch: no other one gets more."""
-    results = strategy.experimental_local_results
+    results = model.distribute_strategy.experimental_local_results
     return keras.tree.map_structure(lambda leaf: results(leaf)[0], batch)
 
 

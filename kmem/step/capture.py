@@ -268,6 +268,15 @@ def optimizers(model) -> Iterator[keras.optimizers.Optimizer]:
             yield each
 
 
+def scales_later(model) -> bool:
+    """Whether an optimizer scales losses otherwise once it has its variables:
+    a step that makes them is to be traced again, as in Keras."""
+    kind = keras.optimizers.LossScaleOptimizer
+    return any(
+        isinstance(each, kind) and not each.built for each in optimizers(model)
+    )
+
+
 def _held(model) -> Iterator[Any]:
     """What a model and its layers have as attributes, or in lists of theirs."""
     for layer in private_keras.all_layers(model):

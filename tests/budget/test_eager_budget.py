@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from peaks import Peaks
 
 import kmem
 
@@ -27,18 +28,6 @@ class Looking(keras.Model):
         return {"loss": loss}
 
 
-class _Peaks(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        kmem.memory.reset_peak()
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.found.append(kmem.memory.peak())
-
-
 def _trained(**options):
     keras.utils.set_random_seed(0)
     inputs = x = keras.Input((64,))
@@ -48,7 +37,7 @@ def _trained(**options):
     model.compile("adam", "mse", run_eagerly=True)
     x = np.random.default_rng(0).normal(size=(4096, 64)).astype("float32")
     gc.collect()
-    before, peaks = kmem.memory.current(), _Peaks()
+    before, peaks = kmem.memory.current(), Peaks()
     if share := options.pop("share", None):
         options["memory_budget"] = before + int(share)
     kmem.wrap(model).fit(

@@ -9,26 +9,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from peaks import Peaks
 
 import kmem
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
 _FEATURES = 32
-
-
-class _Peaks(keras.callbacks.Callback):
-    """The device's peak in each step, of which none searches."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        kmem.memory.reset_peak()
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.found.append(kmem.memory.peak())
 
 
 def _model():
@@ -61,7 +48,7 @@ def _data(sizes):
 
 def _fit(sizes, model=None, **options):
     model = model or _model()
-    peaks = _Peaks()
+    peaks = Peaks()
     history = model.fit(
         _data(sizes),
         epochs=2,

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 import traced_once
 from keras import layers
+from peaks import Peaks
 from reference import log_error
 from reference import relative_error
 from reference import state
@@ -168,20 +169,6 @@ def within_a_budget(strategy):
         peak / share,
         relative_error(state(model), state(want)),
     ]
-
-
-class Peaks(keras.callbacks.Callback):
-    """The peak in each step."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def on_train_batch_begin(self, batch, logs=None):
-        kmem.memory.reset_peak()
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.found.append(kmem.memory.peak())
 
 
 def refusal(strategy):

@@ -2,6 +2,7 @@
 
 import gc
 
+import keras
 from tensorflow.python.eager import context
 
 import kmem
@@ -42,3 +43,17 @@ def peaks_bytes(step, *arguments) -> list[int]:
             step(*arguments)
         peaks.append(usage.peak_bytes - usage.start_bytes)
     return peaks
+
+
+class Peaks(keras.callbacks.Callback):
+    """The device's peak in each step of `fit`, with what is held."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[int] = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        kmem.memory.reset_peak()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.found.append(kmem.memory.peak())
