@@ -98,9 +98,12 @@ def of_session(
 
 
 def steps_of_update(model: Any, options: MemoryOptions) -> int:
-    """How many steps have one update: kmem's, or the optimizer's own."""
-    own = getattr(model.optimizer, "gradient_accumulation_steps", None)
-    return own or options.num_batches
+    """How many steps have one update, of those that are few enough to take:
+    the optimizer's own, or of kmem's the first two."""
+    own = getattr(model.optimizer, "gradient_accumulation_steps", None) or 1
+    return max(
+        own if own <= tuning.NUM_STEPS else 1, min(2, options.num_batches)
+    )
 
 
 def is_possible(model: Any) -> bool:

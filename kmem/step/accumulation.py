@@ -30,9 +30,10 @@ def build_optimizer(optimizer, variables: list) -> None:
     if not optimizer.built:
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
-        # An average shares its weight's memory until one of them changes.
-        for variable in optimizer.variables if optimizer.use_ema else []:
-            variable.assign(tf.raw_ops.DeepCopy(x=variable))
+        with tf.init_scope():
+            # An average shares its weight's memory until one of them changes.
+            for variable in optimizer.variables if optimizer.use_ema else []:
+                variable.assign(tf.raw_ops.DeepCopy(x=variable))
 
 
 class Updater:
