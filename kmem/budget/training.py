@@ -147,7 +147,8 @@ class BudgetedSession:
         self._in_fit = test_step
 
         def train(iterator: Iterator):
-            self._spec = getattr(iterator, "element_spec", None)
+            spec = getattr(iterator, "element_spec", None)
+            self._spec = batches.without_absent(spec)
             # The data may end after the first one, as in Keras.
             rest = itertools.islice(iterator, model.steps_per_execution - 1)
             for batch in itertools.chain([next(iterator)], rest):
@@ -202,10 +203,10 @@ class BudgetedSession:
 
     def _step(self, batch):
         """Takes one step, in as many attempts as it needs."""
-        own = batches.of_one_replica(self.model, batch)
-        self._in_hand = pipeline.in_hand_bytes(own)
-        specs = batches.specs_of(own)
-        bucket = self._covering(specs) or self._choose_in_training(own)
+        share = batches.of_one_replica(self.model, batch)
+        self._in_hand = pipeline.in_hand_bytes(share)
+        specs = batches.specs_of(share)
+        bucket = self._covering(specs) or self._choose_in_training(share)
         if bucket is not self._bucket:
             self._enter(bucket)
         if not bucket.report.is_measured:

@@ -34,6 +34,12 @@ def num_bytes(data) -> int:
     )
 
 
+def without_absent(specs) -> Any:
+    """A data set's specs, in which what it gives as `None` is `None`."""
+    absent = tf.type_spec_from_value(None)
+    return keras.tree.map_structure(lambda s: None if s == absent else s, specs)
+
+
 def leaves(data) -> list:
     """What a batch, or its specs, is made of, without what is `None`."""
     return [leaf for leaf in keras.tree.flatten(data) if leaf is not None]

@@ -112,6 +112,27 @@ def test_nothing_is_changed_when_a_step_fits_as_it_is(plain):
         np.testing.assert_array_equal(got, value)
 
 
+def test_an_optional_input_may_be_absent():
+    class Adds(layers.Layer):
+        def call(self, x, more=None):
+            return x if more is None else x + more
+
+    def trained(**options):
+        keras.utils.set_random_seed(0)
+        x = keras.Input((2,), name="x")
+        more = keras.Input((2,), name="more", optional=True)
+        outputs = layers.Dense(1)(Adds()(x, more))
+        model = keras.Model({"x": x, "more": more}, outputs)
+        model.compile("adam", "mse")
+        data = {"x": np.ones((4, 2), "float32"), "more": None}
+        kmem.wrap(model).fit(data, np.ones((4, 1)), verbose=0, **options)
+        return model
+
+    model, expected = trained(memory_budget="1GB"), trained()
+    for got, value in zip(_weights(model), _weights(expected), strict=True):
+        np.testing.assert_array_equal(got, value)
+
+
 class _Batches(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
