@@ -147,8 +147,7 @@ class BudgetedSession:
         self._in_fit = test_step
 
         def train(iterator: Iterator):
-            spec = getattr(iterator, "element_spec", None)
-            self._spec = batches.without_absent(spec)
+            self._spec = getattr(iterator, "element_spec", None)
             # The data may end after the first one, as in Keras.
             rest = itertools.islice(iterator, model.steps_per_execution - 1)
             for batch in itertools.chain([next(iterator)], rest):
@@ -211,7 +210,8 @@ class BudgetedSession:
             self._enter(bucket)
         if not bucket.report.is_measured:
             return bucket.step(self._spec)(batch)
-        can_undo = self._group.size * self._num_replicas == 1
+        is_alone = self._group.size == 1
+        can_undo = is_alone and self._num_replicas == 1
         message = ""
         for number in range(tuning.MAX_ATTEMPTS if can_undo else 1):
             if number > 1:
@@ -226,10 +226,7 @@ class BudgetedSession:
             if not message:
                 bucket.num_steps += 1
                 # Processes have to ask each other.
-                if (
-                    self._group.size == 1
-                    or bucket.num_steps <= tuning.NUM_STEPS
-                ):
+                if is_alone or bucket.num_steps <= tuning.NUM_STEPS:
                     peak = agreeing.highest(self._group, usage.peak_bytes)
                     self._learn(bucket, peak)
                 return logs

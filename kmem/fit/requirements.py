@@ -17,8 +17,7 @@ from kmem.options import MemoryOptions
 from kmem.sharding import refusals
 
 _TRACED_APART = (
-    *("microbatches", "gradient_accumulation_steps", "remat"),
-    "memory_budget",
+    "microbatches gradient_accumulation_steps remat memory_budget".split()
 )
 _SPLITTING = ("microbatches", "memory_budget", "sharding")
 _NOT_DENSE = (

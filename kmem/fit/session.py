@@ -263,7 +263,7 @@ class Session:
             return function(iter([data]))
 
         if spec is not None and self.is_traceable:
-            take = self._traced(take, spec)
+            take = self._traced(take, batches.without_absent(spec))
         self._of_batch = repr(spec), take
         return take
 

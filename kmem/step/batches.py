@@ -11,6 +11,9 @@ import tensorflow as tf
 
 from kmem.graph import fusion
 
+# What stands for `None`: of a generator's Keras makes an `Optional`.
+_ABSENT = tf.experimental.Optional, type(tf.type_spec_from_value(None))
+
 
 def num_rows(data) -> int | None:
     """The length of the first array, tensor or spec that has one."""
@@ -36,8 +39,9 @@ def num_bytes(data) -> int:
 
 def without_absent(specs) -> Any:
     """A data set's specs, in which what it gives as `None` is `None`."""
-    absent = tf.type_spec_from_value(None)
-    return keras.tree.map_structure(lambda s: None if s == absent else s, specs)
+    return keras.tree.map_structure(
+        lambda spec: None if isinstance(spec, _ABSENT) else spec, specs
+    )
 
 
 def leaves(data) -> list:
@@ -178,8 +182,7 @@ def describe(batch) -> str:
 
 
 def _spec(leaf) -> tf.TensorSpec | None:
-    # Of a generator's `None` Keras makes an `Optional`.
-    if leaf is None or isinstance(leaf, tf.experimental.Optional):
+    if leaf is None or isinstance(leaf, _ABSENT):
         return None
     if isinstance(leaf, tf.TensorSpec):
         return leaf

@@ -112,7 +112,9 @@ def test_nothing_is_changed_when_a_step_fits_as_it_is(plain):
         np.testing.assert_array_equal(got, value)
 
 
-def test_an_optional_input_may_be_absent():
+@pytest.mark.parametrize("option", [{"memory_budget": "1GB"}, {"remat": 1.0}])
+@pytest.mark.parametrize("is_dataset", [False, True])
+def test_an_optional_input_may_be_absent(is_dataset, option):
     class Adds(layers.Layer):
         def call(self, x, more=None):
             return x if more is None else x + more
@@ -124,11 +126,13 @@ def test_an_optional_input_may_be_absent():
         outputs = layers.Dense(1)(Adds()(x, more))
         model = keras.Model({"x": x, "more": more}, outputs)
         model.compile("adam", "mse")
-        data = {"x": np.ones((4, 2), "float32"), "more": None}
-        kmem.wrap(model).fit(data, np.ones((4, 1)), verbose=0, **options)
+        data = {"x": np.ones((4, 2), "float32"), "more": None}, np.ones((4, 1))
+        if is_dataset:
+            data = (tf.data.Dataset.from_tensors(data),)
+        kmem.wrap(model).fit(*data, shuffle=False, verbose=0, **options)
         return model
 
-    model, expected = trained(memory_budget="1GB"), trained()
+    model, expected = trained(**option), trained()
     for got, value in zip(_weights(model), _weights(expected), strict=True):
         np.testing.assert_array_equal(got, value)
 
