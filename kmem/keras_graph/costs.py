@@ -9,10 +9,11 @@ others than TensorFlow's, so for a step that is compiled each call is. What
 this module does not do: see what is fused across layers.
 """
 
-import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from typing import Literal
 
@@ -39,11 +40,9 @@ Costs = Literal["measured", "flops", "traced"]
 # A processor of no particular make, for times that are computed.
 _FLOPS_PER_SECOND = 1e11
 _BYTES_PER_SECOND = 1e10
-# The fastest of some runs, in each of which a short layer is repeated for so
-# long: beside that, what starts and ends a run is little.
-_NUM_RUNS = 3
-_ENOUGH_SECONDS = 0.02
-_MAX_REPEATS = 50
+# The fastest of some runs, and of so many short ones as take so long.
+_NUM_RUNS, _ENOUGH_SECONDS = 3, 0.005
+_LEAST_SECONDS = 1e-6
 # Types of operations whose results somebody else holds.
 _HELD = frozenset({"Const", "ReadVariableOp", "Placeholder"})
 
@@ -95,13 +94,21 @@ def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
     """
     run, inputs = _of_tensors(call)
     results = [tf.TensorSpec(t.shape, t.dtype) for t in call.results]
-    both = _Backward(run, [_of_one_replica(v.value) for v in trained(call)])
-    traced = both.trace(inputs, results)
-    cost = both.cost
+    variables = [_of_one_replica(v.value) for v in trained(call)]
+    backward = _Backward(run, variables)
+    forward, both = (
+        # As in a step.
+        releasing.function(
+            functools.partial(ordering.one_by_one, each),
+            jit_compile=compiled or None,
+        )
+        for each in (lambda tensors, _: run(tensors), backward.gradients)
+    )
+    graph = both.get_concrete_function(inputs, results).graph
+    cost = backward.cost
     if costs == "traced":
         return cost
-    operations = traced.graph.get_operations()
-    is_run = not (call.effects or purity.may_refuse(operations))
+    is_run = not (call.effects or purity.may_refuse(graph.get_operations()))
     measured = is_run and costs == "measured"
     is_counted = is_run and memory.is_counted()
     seconds = both_seconds = 0.0
@@ -113,19 +120,19 @@ def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
                 f"batch of a known shape. Received: {call.name}, which gives "
                 + ", ".join(str(spec.shape) for spec in results)
             )
-        measure = _run_compiled if compiled else _run_looped
-        seconds, forward_peak = measure(run, inputs)
-        both_seconds, backward_peak = measure(both.run, inputs, results)
+        tensors = [list(map(_random, group)) for group in (inputs, results)]
+        seconds, forward_peak = _measure(forward, tensors)
+        both_seconds, backward_peak = _measure(both, tensors)
     # Of `both`, whose backward pass may need the forward pass.
     again = bool(cost.residual_bytes or cost.kept_outputs)
     if not (measured and is_counted):
-        forward = releasing.function(run).get_concrete_function(inputs)
+        forward_graph = forward.get_concrete_function(inputs, results).graph
         if not is_counted:
-            forward_peak = _computed_peak_bytes(forward)
-            backward_peak = _computed_peak_bytes(traced)
+            forward_peak = _computed_peak_bytes(forward_graph)
+            backward_peak = _computed_peak_bytes(graph)
         if not measured:
-            seconds, again = _computed_seconds(forward), True
-            both_seconds = _computed_seconds(traced)
+            seconds, again = _computed_seconds(forward_graph), True
+            both_seconds = _computed_seconds(graph)
     own_bytes = cost.residual_bytes + cost.gradient_bytes
     own_bytes += sum(num_bytes(results[i]) for i in cost.kept_outputs)
     own_bytes += sum(
@@ -167,39 +174,32 @@ def _of_tensors(call: Call) -> tuple[Callable, list[tf.TensorSpec]]:
 
 
 class _Backward:
-    """The gradient of a function, and what it reads of the forward pass."""
+    """The gradient of a function.
+
+    Attributes:
+        cost: What it reads of the forward pass, without times; once traced.
+    """
+
+    cost: Cost
 
     def __init__(self, run: Callable, variables: list):
         self._run = run
         self._variables = variables
 
-    def run(self, inputs, output_gradients) -> list:
-        """Computes the gradient; if it reads more than arguments and results,
-        after all of the forward pass."""
-        is_whole = self.cost.residual_bytes > 0
-        _, gradients, _ = self._gradients(inputs, output_gradients, is_whole)
-        return [g for g in gradients if g is not None]
-
-    def trace(self, inputs, results):
-        """Traces it; reads `cost`, without times, off the graph."""
-        function = releasing.function(self._trace)
-        return function.get_concrete_function(inputs, results)
-
-    def _gradients(self, inputs, output_gradients, is_whole: bool = False):
-        sources = [t for t in inputs if t.dtype.is_floating]
+    def gradients(self, inputs, output_gradients) -> list[tf.Tensor]:
+        """Traces the function and its gradient. If that reads more than
+        arguments and results, it waits for all of the forward pass."""
+        floats = [i for i, t in enumerate(inputs) if t.dtype.is_floating]
+        sources = [inputs[i] for i in floats]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources + self._variables)
             outputs = self._run(inputs)
-        if is_whole:
-            # So that the last operations run, too, which nobody else reads.
-            ends = [tf.reshape(output, [-1])[:1] for output in outputs]
-            with tf.control_dependencies(ends):
-                output_gradients = list(map(tf.identity, output_gradients))
         graph = tf.compat.v1.get_default_graph()
         num_forward = len(graph.get_operations())
+        handed_in = list(map(tf.identity, output_gradients))
         pairs = [
             (output, gradient)
-            for output, gradient in zip(outputs, output_gradients, strict=True)
+            for output, gradient in zip(outputs, handed_in, strict=True)
             if output.dtype.is_floating
         ]
         gradients = tape.gradient(
@@ -210,52 +210,61 @@ class _Backward:
         if not private_tf.in_xla():
             latest = repeats.once(graph.get_operations()[num_forward:])
             gradients = [latest(gradient) for gradient in gradients]
-        return outputs, gradients, num_forward
-
-    def _trace(self, inputs, output_gradients):
-        outputs, gradients, num_forward = self._gradients(
-            inputs, output_gradients
+        given = zip(floats, gradients, strict=False)
+        self.cost = _cost_in_graph(
+            *(inputs, outputs, output_gradients, num_forward),
+            {i: g for i, g in given if g is not None},
+            [g for g in gradients[len(floats) :] if g is not None],
         )
-        flat_gradients = tf.nest.flatten(
-            [g for g in gradients if g is not None], expand_composites=True
-        )
-        floats = [i for i, t in enumerate(inputs) if t.dtype.is_floating]
-        pairs = zip(floats, gradients, strict=False)
-        given = {i: g for i, g in pairs if g is not None}
-        handed_in = {root(t).ref() for t in output_gradients}
-        reads = _read_before(flat_gradients, num_forward)
-        places = {root(t).ref(): i for i, t in enumerate(inputs)}
-        results = {}
-        for i, output in enumerate(outputs):
-            if root(output).ref() not in places:
-                results.setdefault(root(output).ref(), i)
-        rest = reads - places.keys() - results.keys()
-        kept = [t for t in (r.deref() for r in rest) if t.op.type not in _HELD]
-        loops = {t.op for t in kept if t.op.type in ordering.LOOPS}
-        self.cost = Cost(
-            kept_inputs=tuple(sorted(places[r] for r in reads & places.keys())),
-            kept_outputs=tuple(
-                sorted(results[r] for r in reads & results.keys())
-            ),
-            gradients=tuple(given),
-            passed=tuple(
-                i
-                for i, g in given.items()
-                if isinstance(g, tf.Tensor) and root(g).ref() in handed_in
-            ),
-            residual_bytes=sum(map(num_bytes, kept))
-            + sum(map(reading.left_bytes, loops)),
-            gradient_bytes=sum(
-                num_bytes(g.values if isinstance(g, tf.IndexedSlices) else g)
-                for g in gradients[len(floats) :]
-                if g is not None
-            ),
-        )
-        return flat_gradients
+        if self.cost.residual_bytes:
+            ends = [output.op for output in outputs]
+            for gradient in handed_in:
+                private_tf.wait_for(gradient.op, ends)
+        found = [g for g in gradients if g is not None]
+        return tf.nest.flatten(found, expand_composites=True)
 
 
-def _read_before(tensors, num_forward: int) -> set:
-    """References of the forward pass's tensors that a gradient reads."""
+def _cost_in_graph(
+    inputs, outputs, output_gradients, num_forward, gradients, of_variables
+) -> Cost:
+    """What a gradient reads of the forward pass.
+
+    Args:
+        num_forward: How many operations the forward pass has.
+        gradients: By the inputs' places, if there is one.
+        of_variables: The variables' gradients.
+    """
+    handed_in = {root(t).ref() for t in output_gradients}
+    reads = _read_before([*gradients.values(), *of_variables], num_forward)
+    places = {root(t).ref(): i for i, t in enumerate(inputs)}
+    results = {}
+    for i, output in enumerate(outputs):
+        if root(output).ref() not in places:
+            results.setdefault(root(output).ref(), i)
+    rest = reads - places.keys() - results.keys()
+    kept = [t for t in (r.deref() for r in rest) if t.op.type not in _HELD]
+    loops = {t.op for t in kept if t.op.type in ordering.LOOPS}
+    return Cost(
+        kept_inputs=tuple(sorted(places[r] for r in reads & places.keys())),
+        kept_outputs=tuple(sorted(results[r] for r in reads & results.keys())),
+        gradients=tuple(gradients),
+        passed=tuple(
+            i
+            for i, g in gradients.items()
+            if isinstance(g, tf.Tensor) and root(g).ref() in handed_in
+        ),
+        residual_bytes=sum(map(num_bytes, kept))
+        + sum(map(reading.left_bytes, loops)),
+        gradient_bytes=sum(
+            num_bytes(g.values if isinstance(g, tf.IndexedSlices) else g)
+            for g in of_variables
+        ),
+    )
+
+
+def _read_before(gradients, num_forward: int) -> set:
+    """References of the forward pass's tensors that gradients read."""
+    tensors = tf.nest.flatten(gradients, expand_composites=True)
     if not tensors:
         return set()
     operations = tensors[0].graph.get_operations()
@@ -274,77 +283,37 @@ def _read_before(tensors, num_forward: int) -> set:
     return reads
 
 
-def _run_looped(run: Callable, *specs) -> tuple[float, int]:
-    """Runs a function of lists of tensors in a loop.
+def _measure(function: Callable, arguments: list) -> tuple[float, int]:
+    """Runs a function.
 
-    What starts and ends a function's run may take far longer than a small
-    layer, and is no part of a step. So runs of different lengths are compared.
-    """
-
-    def repeat(count, *tensors):
-        def once(i, total):
-            outputs = ordering.one_by_one(run, *tensors)
-            outputs = tf.nest.flatten(outputs, expand_composites=True)
-            # A number of each output, or it would not be computed.
-            for output in outputs:
-                if output.dtype.is_floating or output.dtype.is_integer:
-                    first = tf.reshape(output, [-1])[:1]
-                    total += tf.reduce_sum(tf.cast(first, tf.float32))
-            return i + 1, total
-
-        start = tf.constant(0), tf.constant(0.0)
-        # One at a time: side by side, runs would take the memory of several.
-        return tf.while_loop(
-            lambda i, _: i < count, once, start, parallel_iterations=1
-        )[1]
-
-    arguments = [[_random(spec) for spec in group] for group in specs]
-    loop = releasing.function(repeat)
-    return _measure(lambda count: loop(tf.constant(count), *arguments).numpy())
-
-
-def _run_compiled(run: Callable, *specs) -> tuple[float, int]:
-    """Runs a function of lists of tensors, compiled, some times in a row.
-
-    Not in a loop, out of which XLA would take all that is the same each time.
-    """
-
-    def once(*tensors):
-        return tf.nest.flatten(run(*tensors), expand_composites=True)
-
-    arguments = [[_random(spec) for spec in group] for group in specs]
-    function = releasing.function(once, jit_compile=True)
-
-    def repeat(count):
-        for _ in range(count):
-            function(*arguments)
-
-    return _measure(repeat)
-
-
-def _measure(repeat: Callable[[int], Any]) -> tuple[float, int]:
-    """Measures a function that does something a number of times.
+    What starts and ends a function's run is no part of a step, and for a small
+    layer more than the layer: it is measured in turns with it, and left out.
 
     Returns:
-        The seconds of it once, and the bytes of its peak.
+        The seconds of it, and the bytes of its peak.
     """
-
-    def seconds(count: int) -> float:
-        begin = time.perf_counter()
-        repeat(count)
-        return time.perf_counter() - begin
-
-    seconds(1)
-    counting = memory.track() if memory.is_counted() else None
-    with counting or contextlib.nullcontext() as usage:
-        short = min(seconds(1) for _ in range(_NUM_RUNS))
+    nothing = _nothing()
+    _seconds(function, *arguments)  # Makes its kernels.
+    runs, starts = [], []
+    with memory.track() if memory.is_counted() else nullcontext() as usage:
+        while len(runs) < _NUM_RUNS or sum(runs) < _ENOUGH_SECONDS:
+            runs.append(_seconds(function, *arguments))
+            starts.append(_seconds(nothing))
     peak_bytes = usage.peak_bytes - usage.start_bytes if usage else 0
-    if short >= _ENOUGH_SECONDS:
-        return short, peak_bytes
-    estimate = max(seconds(2) - short, 0.0)
-    more = min(_MAX_REPEATS, 1 + int(_ENOUGH_SECONDS / (estimate + 1e-6)))
-    long = min(seconds(1 + more) for _ in range(_NUM_RUNS))
-    return max(0.0, long - short) / more, peak_bytes
+    # What a step takes is divided by what its layers do.
+    return max(_LEAST_SECONDS, min(runs) - min(starts)), peak_bytes
+
+
+def _seconds(function: Callable, *arguments) -> float:
+    begin = time.perf_counter()
+    function(*arguments)
+    tf.test.experimental.sync_devices()
+    return time.perf_counter() - begin
+
+
+@functools.cache
+def _nothing() -> Callable:
+    return releasing.function(lambda: tf.constant(0.0))
 
 
 def _random(spec: tf.TensorSpec) -> tf.Tensor:
@@ -355,8 +324,7 @@ def _random(spec: tf.TensorSpec) -> tf.Tensor:
     return tf.zeros(spec.shape, spec.dtype)
 
 
-def _computed_seconds(function) -> float:
-    graph = function.graph
+def _computed_seconds(graph: tf.Graph) -> float:
     profiler = tf.compat.v1.profiler
     options = profiler.ProfileOptionBuilder.float_operation()
     options["output"] = "none"
@@ -370,10 +338,10 @@ def _computed_seconds(function) -> float:
     return flops / _FLOPS_PER_SECOND + moved / _BYTES_PER_SECOND
 
 
-def _computed_peak_bytes(function) -> int:
+def _computed_peak_bytes(graph: tf.Graph) -> int:
     """What a graph makes, at its peak."""
     sizes = reading.Sizes(iterations=1)
-    program = reading.read(function.graph, sizes)
+    program = reading.read(graph, sizes)
     return allocations.simulate(program.nodes, program.results).num_bytes
 
 
