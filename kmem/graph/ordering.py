@@ -141,6 +141,17 @@ def needed(graph: tf.Graph, ops: Iterable[tf.Operation]) -> list[tf.Operation]:
     return _sorted([op for op in graph.get_operations() if op in wanted])
 
 
+def needed_of(
+    operations: list[tf.Operation], gradients: Iterable[Any]
+) -> list[tf.Operation]:
+    """Those of some operations that gradients need, in the same order."""
+    if not operations:
+        return []  # In eager mode.
+    makers = [fusion.maker(g) for g in gradients if g is not None]
+    wanted = ancestors(makers, set(operations))
+    return [op for op in operations if op in wanted]
+
+
 def keep_order() -> None:
     """Has the step that was traced into the current graph run its operations
     one after another in the order of `needed`; nothing in eager mode.

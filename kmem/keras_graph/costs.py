@@ -208,7 +208,8 @@ class _Backward:
             output_gradients=[gradient for _, gradient in pairs],
         )
         if not private_tf.in_xla():
-            latest = repeats.once(graph.get_operations()[num_forward:])
+            made = graph.get_operations()[num_forward:]
+            latest = repeats.once(ordering.needed_of(made, gradients))
             gradients = [latest(gradient) for gradient in gradients]
         given = zip(floats, gradients, strict=False)
         self.cost = _cost_in_graph(

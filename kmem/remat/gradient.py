@@ -312,8 +312,9 @@ class _Segment:
             )
         # Not what is differentiated: that would be needed as it was, too.
         if not (private_tf.in_xla() or is_watched(upstream, tensors, values)):
-            latest = repeats.once(names.operations()[after:])
-            results = tf.nest.map_structure(latest, results)
+            made = names.operations()[after:]
+            running = ordering.needed_of(made, tf.nest.flatten(results))
+            results = tf.nest.map_structure(repeats.once(running), results)
         of_inputs, of_values, of_raw = results
         of_variables = [*map(_sum, of_values), *of_raw]
         made = names.operations()

@@ -13,6 +13,7 @@ from graphs import ancestors
 from keras import layers
 from peaks import least_peak_bytes
 
+from kmem import remat
 from kmem.graph import ordering
 from kmem.graph import repeats
 
@@ -135,3 +136,20 @@ def test_what_a_sum_of_sums_adds_first_stays():
     step = gradient(FUNCTIONS["sum_of_sums"], x).get_concrete_function()
 
     assert any(op.type == "AddN" for op in step.graph.get_operations())
+
+
+def test_what_runs_again_within_what_runs_again_is_made_anew_once():
+    """Else what was made anew first would be again. Nobody reads that, but the
+    graph optimizer does not take it out, and it holds arrays until it runs."""
+    layer = layers.BatchNormalization()
+    normalize = normalized(layer)
+    nested = remat.recompute(remat.recompute(normalize))
+
+    step = gradient(nested, tf.TensorSpec(SHAPE), made_once=False)
+    graph = step.get_concrete_function().graph
+
+    made_anew = [op for op in graph.get_operations() if "/once" in op.name]
+    assert made_anew
+    results = {tensor.op for tensor in graph.outputs}
+    unread = [op for op in made_anew if not op.outputs[0].consumers()]
+    assert set(unread) <= results
