@@ -34,6 +34,12 @@ def convnext_tiny():
     return images(keras.applications.ConvNeXtTiny, 64)
 
 
+def efficientnet_v2b0():
+    import keras
+
+    return images(keras.applications.EfficientNetV2B0, 96)
+
+
 def images(application, size, num_rows=32):
     import numpy as np
 
@@ -93,6 +99,7 @@ def attention():
 MODELS = {
     "ResNet50, 96x96": resnet50,
     "ConvNeXtTiny, 64x64": convnext_tiny,
+    "EfficientNetV2B0, 96x96": efficientnet_v2b0,
     "transformer, 6 layers": transformer,
     "BERT tiny": bert,
     "attention": attention,
