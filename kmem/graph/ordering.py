@@ -142,12 +142,12 @@ def needed(graph: tf.Graph, ops: Iterable[tf.Operation]) -> list[tf.Operation]:
 
 
 def needed_of(
-    operations: list[tf.Operation], gradients: Iterable[Any]
+    operations: list[tf.Operation], gradients: Any
 ) -> list[tf.Operation]:
-    """Those of some operations that gradients need, in the same order."""
-    if not operations:
-        return []  # In eager mode.
-    makers = [fusion.maker(g) for g in gradients if g is not None]
+    """Those of some operations that gradients need, in the same order; they
+    may be nested, and `None`."""
+    tensors = tf.nest.flatten(gradients, expand_composites=True)
+    makers = [tensor.op for tensor in tensors if tf.is_symbolic_tensor(tensor)]
     wanted = ancestors(makers, set(operations))
     return [op for op in operations if op in wanted]
 

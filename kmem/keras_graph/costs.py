@@ -40,7 +40,8 @@ Costs = Literal["measured", "flops", "traced"]
 # A processor of no particular make, for times that are computed.
 _FLOPS_PER_SECOND = 1e11
 _BYTES_PER_SECOND = 1e10
-# The fastest of some runs, and of so many short ones as take so long.
+# A layer is run so often, and until its runs have taken so long: the fastest
+# counts. The time of all layers is divided by, so none takes none.
 _NUM_RUNS, _ENOUGH_SECONDS = 3, 0.005
 _LEAST_SECONDS = 1e-6
 # Types of operations whose results somebody else holds.
@@ -102,7 +103,7 @@ def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
             functools.partial(ordering.one_by_one, each),
             jit_compile=compiled or None,
         )
-        for each in (lambda tensors, _: run(tensors), backward.gradients)
+        for each in (run, backward.gradients)
     )
     graph = both.get_concrete_function(inputs, results).graph
     cost = backward.cost
@@ -111,8 +112,7 @@ def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
     is_run = not (call.effects or purity.may_refuse(graph.get_operations()))
     measured = is_run and costs == "measured"
     is_counted = is_run and memory.is_counted()
-    seconds = both_seconds = 0.0
-    forward_peak = backward_peak = 0
+    seconds, forward_peak, both_seconds, backward_peak = 0.0, 0, 0.0, 0
     if measured or is_counted:
         if not all(spec.shape.is_fully_defined() for spec in results):
             raise ValueError(
@@ -120,13 +120,14 @@ def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
                 f"batch of a known shape. Received: {call.name}, which gives "
                 + ", ".join(str(spec.shape) for spec in results)
             )
-        tensors = [list(map(_random, group)) for group in (inputs, results)]
+        tensors = list(map(_random, inputs))
         seconds, forward_peak = _measure(forward, tensors)
-        both_seconds, backward_peak = _measure(both, tensors)
+        upstream = list(map(_random, results))
+        both_seconds, backward_peak = _measure(both, tensors, upstream)
     # Of `both`, whose backward pass may need the forward pass.
     again = bool(cost.residual_bytes or cost.kept_outputs)
     if not (measured and is_counted):
-        forward_graph = forward.get_concrete_function(inputs, results).graph
+        forward_graph = forward.get_concrete_function(inputs).graph
         if not is_counted:
             forward_peak = _computed_peak_bytes(forward_graph)
             backward_peak = _computed_peak_bytes(graph)
@@ -196,10 +197,10 @@ class _Backward:
             outputs = self._run(inputs)
         graph = tf.compat.v1.get_default_graph()
         num_forward = len(graph.get_operations())
-        handed_in = list(map(tf.identity, output_gradients))
+        upstream = list(map(tf.identity, output_gradients))
         pairs = [
             (output, gradient)
-            for output, gradient in zip(outputs, handed_in, strict=True)
+            for output, gradient in zip(outputs, upstream, strict=True)
             if output.dtype.is_floating
         ]
         gradients = tape.gradient(
@@ -219,7 +220,7 @@ class _Backward:
         )
         if self.cost.residual_bytes:
             ends = [output.op for output in outputs]
-            for gradient in handed_in:
+            for gradient in upstream:
                 private_tf.wait_for(gradient.op, ends)
         found = [g for g in gradients if g is not None]
         return tf.nest.flatten(found, expand_composites=True)
@@ -284,16 +285,17 @@ def _read_before(gradients, num_forward: int) -> set:
     return reads
 
 
-def _measure(function: Callable, arguments: list) -> tuple[float, int]:
+def _measure(function: Callable, *arguments: list) -> tuple[float, int]:
     """Runs a function.
 
-    What starts and ends a function's run is no part of a step, and for a small
-    layer more than the layer: it is measured in turns with it, and left out.
+    To start one takes longer than a small layer, and is no part of a step: an
+    empty function is run in turns with it, and its time is subtracted.
 
     Returns:
         The seconds of it, and the bytes of its peak.
     """
     nothing = _nothing()
+    _seconds(nothing)
     _seconds(function, *arguments)  # Makes its kernels.
     runs, starts = [], []
     with memory.track() if memory.is_counted() else nullcontext() as usage:
@@ -301,7 +303,6 @@ def _measure(function: Callable, arguments: list) -> tuple[float, int]:
             runs.append(_seconds(function, *arguments))
             starts.append(_seconds(nothing))
     peak_bytes = usage.peak_bytes - usage.start_bytes if usage else 0
-    # What a step takes is divided by what its layers do.
     return max(_LEAST_SECONDS, min(runs) - min(starts)), peak_bytes
 
 
@@ -334,7 +335,7 @@ def _computed_seconds(graph: tf.Graph) -> float:
         num_bytes(tensor)
         for operation in graph.get_operations()
         for tensor in (*operation.inputs, *operation.outputs)
-        if tensor.dtype != tf.resource
+        if operation.type != "Identity" and tensor.dtype != tf.resource
     )
     return flops / _FLOPS_PER_SECOND + moved / _BYTES_PER_SECOND
 

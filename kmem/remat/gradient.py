@@ -312,9 +312,8 @@ class _Segment:
             )
         # Not what is differentiated: that would be needed as it was, too.
         if not (private_tf.in_xla() or is_watched(upstream, tensors, values)):
-            made = names.operations()[after:]
-            running = ordering.needed_of(made, tf.nest.flatten(results))
-            results = tf.nest.map_structure(repeats.once(running), results)
+            needed = ordering.needed_of(names.operations()[after:], results)
+            results = tf.nest.map_structure(repeats.once(needed), results)
         of_inputs, of_values, of_raw = results
         of_variables = [*map(_sum, of_values), *of_raw]
         made = names.operations()
