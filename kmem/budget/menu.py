@@ -70,6 +70,12 @@ class Menu:
         self._num_trials = 0
         self.remat = Remat(budget=max(budget, 1))
         self._batch_size = batches.num_rows(batch) or 1
+        # How many replicas the memory is for: logical CPUs share theirs.
+        self._sharing = 1
+        strategy = model.distribute_strategy
+        if (replicas := strategy.num_replicas_in_sync) > 1:
+            on_cpu = "CPU" in strategy.extended.worker_devices[0]
+            self._sharing = replicas if on_cpu else 1
         # By options with one or two micro-batches: steps without a plan, and
         # what a plan's step needs beyond what was expected, for each example.
         self._trials: dict[MemoryOptions, Trial] = {}
@@ -135,7 +141,7 @@ class Menu:
             least = drawing.least_bytes(size, count > 1)
         except ValueError:
             return True
-        return least <= (1 + tuning.DOUBT) * self.room
+        return self._sharing * least <= (1 + tuning.DOUBT) * self.room
 
     def expected(self, options: MemoryOptions, count: int) -> Choice:
         """What a step without a plan is going to take, by its layers."""
@@ -144,7 +150,7 @@ class Menu:
             everything = self.chooser(options, count).everything
         except NOT_DRAWN:
             return Choice(given, self.in_use + self.room + 1, math.inf)
-        peak = self.in_use + everything.peak_bytes
+        peak = self.in_use + self._sharing * everything.peak_bytes
         return Choice(given, peak, self._pace * count * everything.seconds)
 
     def planned_trial(self, options: MemoryOptions, point: Point) -> Trial:
@@ -190,7 +196,8 @@ class Menu:
             return None
         given = with_count(options, count)
         given = dataclasses.replace(given, remat=self.remat)
-        peak = self.in_use + point.peak_bytes + self._more_bytes(options, count)
+        peak = self.in_use + self._sharing * point.peak_bytes
+        peak += self._more_bytes(options, count)
         return Choice(given, peak, self._pace * count * point.seconds)
 
     def point(self, options: MemoryOptions, count: int) -> Point | None:
@@ -199,12 +206,13 @@ class Menu:
         chooser = self.chooser(options, count)
         # One that needs a little more than expected is traced in vain.
         room = int((1 - tuning.MARGIN) * self.room)
-        room -= self._more_bytes(options, count)
+        room = (room - self._more_bytes(options, count)) // self._sharing
         try:
             return chooser.within(room)
         except InfeasibleBudget as error:
-            nearly = error.smallest_bytes - room <= tuning.DOUBT * self.room
-            return chooser.smallest if nearly else None
+            nearly = error.smallest_bytes - room
+            doubt = tuning.DOUBT * self.room / self._sharing
+            return chooser.smallest if nearly <= doubt else None
 
     def _more_bytes(self, options: MemoryOptions, count: int) -> int:
         """What a planned step is expected to need beyond what is drawn."""
@@ -222,7 +230,8 @@ class Menu:
         if choice is not None:
             own = choice.predicted_peak_bytes - self.in_use
             self._pace = choice.predicted_seconds / (count * point.seconds)
-        more = (own - point.peak_bytes) / self.size(options, count)
+        more = own - self._sharing * point.peak_bytes
+        more /= self.size(options, count)
         self._learned[_key(options, count)] = more
 
     def say(self, options: MemoryOptions, again: bool = False) -> None:

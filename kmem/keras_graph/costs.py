@@ -309,7 +309,7 @@ def _measure(function: Callable, *arguments: list) -> tuple[float, int]:
 def _seconds(function: Callable, *arguments) -> float:
     begin = time.perf_counter()
     function(*arguments)
-    tf.test.experimental.sync_devices()
+    tf.raw_ops.SyncDevice()  # Waits for a GPU.
     return time.perf_counter() - begin
 
 
