@@ -1,14 +1,16 @@
 """Memory options as callbacks, for code that keeps its `keras.Model`.
 
 Give them to `fit` first in the list: what follows then sees a group of
-batches applied before its epoch ends. Keras tells callbacks of an error only
-if it happens in a step; if another callback raises, the model trains with
-the options' function until its next `fit` or `compile`.
+batches applied before its epoch ends. Several in one list are one, with the
+options of all. Keras tells callbacks of an error only if it happens in a step;
+if another callback raises, the model trains with the options' function until
+its next `fit` or `compile`.
 
 `MemoryMonitor` puts memory into the training logs.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +24,7 @@ from typing_extensions import Unpack
 from kmem import dtr
 from kmem import memory
 from kmem import options
+from kmem.base import patching
 from kmem.budget import planner
 from kmem.budget.training import BudgetedSession
 from kmem.fit.requirements import check
@@ -32,12 +35,34 @@ from kmem.step import batches
 _P = ParamSpec("_P")
 
 
+# The callback under whose options a model trains.
+_OWNER = "_kmem_callback"
+
+
 class EndOfGroup(keras.callbacks.Callback):
     """Applies an epoch's last, incomplete group of batches."""
 
     def __init__(self, session: Session | BudgetedSession | None = None):
         super().__init__()
         self._session = session
+        # Every `fit` has a history of its own.
+        self._history: Any = None
+        # What it trains under, of which a callback knows.
+        self._asked = options.MemoryOptions()
+
+    def on_train_begin(self, logs=None):
+        end_earlier(self.model)
+        self._own()
+
+    def _own(self) -> None:
+        self._history = _history(self.model)
+        object.__setattr__(self.model, _OWNER, self)
+
+    def remove(self) -> None:
+        """Takes off what an earlier `fit` has left on the model."""
+
+    def on_train_end(self, logs=None):
+        vars(self.model).pop(_OWNER, None)
 
     def on_test_begin(self, logs=None):
         if self._session is not None:
@@ -46,6 +71,15 @@ class EndOfGroup(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if self._session is not None:
             self._session.end_group()
+
+
+def _history(model: Any) -> Any:
+    return getattr(model, "history", None)
+
+
+def _given(asked: options.MemoryOptions) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(asked)]
+    return {name: given for name in names if (given := getattr(asked, name))}
 
 
 @contextlib.contextmanager
@@ -57,11 +91,19 @@ def put_first(callbacks, callback):
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         yield [callback, *keras.tree.flatten(callbacks or [])]
         return
+    callback.set_model(callbacks.model)
     callbacks.callbacks.insert(0, callback)
     try:
         yield callbacks
     finally:
         callbacks.callbacks.remove(callback)
+
+
+def end_earlier(model: Any) -> None:
+    """Takes off the options of a callback whose `fit` did not end."""
+    owner = vars(model).pop(_OWNER, None)
+    if owner is not None:
+        owner.remove()
 
 
 class MemoryOptions(EndOfGroup):
@@ -95,36 +137,54 @@ class MemoryOptions(EndOfGroup):
     def __init__(self, **arguments: Unpack[options.MemoryArguments]) -> None:
         super().__init__()
         self.options = options.MemoryOptions(**arguments)
+        # What is to be done when they end.
+        self._undone = contextlib.ExitStack()
 
     def on_train_begin(self, logs=None):
-        self._remove()
         if not self.options or self.model is None:
             return
-        remat = self.options.remat
-        if self.options.memory_budget is not None:
-            if self.options.sharding or "sharding" in self.options.allow:
+        owner = vars(self.model).get(_OWNER)
+        asked = self.options
+        if owner is not None and owner._history is _history(self.model):
+            asked = self._with_those_of(owner)
+        end_earlier(self.model)
+        self._asked = asked
+        self._own()
+        remat = asked.remat
+        if asked.memory_budget is not None:
+            if asked.sharding or "sharding" in asked.allow:
                 # It would choose within a step that others take as well.
                 raise ValueError(
                     "`memory_budget` must be given to the `fit` of a "
                     "`kmem.Model` if the model trains in shards: use "
                     "`kmem.wrap(model)`. Received: "
-                    f"sharding={self.options.sharding}, "
-                    f"allow={self.options.allow}"
+                    f"sharding={asked.sharding}, allow={asked.allow}"
                 )
-            check(self.model, self.options)
+            check(self.model, asked)
             # It chooses when the first batch comes.
-            self._begin(BudgetedSession.of(self.model, self.options))
+            self._begin(BudgetedSession.of(self.model, asked))
         elif remat is None:
-            self._begin(Session.of(self.model, self.options))
+            self._begin(Session.of(self.model, asked))
         elif remat.plan is not None:
-            self._begin(planner.session_for(self.model, self.options, None))
+            self._begin(planner.session_for(self.model, asked, None))
         else:
             self._plan_later()
+
+    def _with_those_of(self, owner: EndOfGroup) -> options.MemoryOptions:
+        """These options, and those of a callback before in the same list."""
+        own, others = map(_given, (self.options, owner._asked))
+        if not others or own.keys() & others:
+            raise ValueError(
+                "Memory options must be given in one place, each once: to "
+                "`fit`, or in its callbacks. Received: a callback with "
+                f"{', '.join(own)}, beside other memory options"
+            )
+        return options.MemoryOptions(**others, **own)
 
     def _plan_later(self):
         """A callback learns of the batches' shapes from the first one."""
         model: Any = self.model
-        check(model, self.options)
+        check(model, self._asked)
         replicas = model.distribute_strategy.num_replicas_in_sync
         if model.steps_per_execution != 1 or replicas != 1:
             raise ValueError(
@@ -133,27 +193,37 @@ class MemoryOptions(EndOfGroup):
                 f"Received: steps_per_execution={model.steps_per_execution}, "
                 f"{replicas} replicas"
             )
-        plain = model.train_function
 
         def first_step(iterator):
-            model.train_function = plain
+            self._undone.close()
             data = next(iterator)
             batch = batches.specs_of(data, examples=True)
-            self._begin(planner.session_for(model, self.options, batch))
+            self._begin(planner.session_for(model, self._asked, batch))
             return model.train_function(iter([data]))
 
-        model.train_function = first_step
+        later = patching.member(model, "train_function", first_step)
+        self._undone.enter_context(later)
 
     def _begin(self, session):
         self._session = session
         session.install(guard=True)
+        self._undone.callback(session.remove)
+        plain = self.model.compile
+
+        def compile(*args, **kwargs):
+            end_earlier(self.model)
+            return plain(*args, **kwargs)
+
+        # It makes other functions, which know nothing of these options.
+        compiling = patching.attribute(self.model, "compile", compile)
+        self._undone.enter_context(compiling)
 
     def on_train_end(self, logs=None):
-        self._remove()
+        super().on_train_end(logs)
+        self.remove()
 
-    def _remove(self):
-        if self._session is not None:
-            self._session.remove()
+    def remove(self) -> None:
+        self._undone.close()
         self._session = None
 
 

@@ -13,6 +13,7 @@ import keras
 # A dependency of TensorFlow's.
 from typing_extensions import Unpack
 
+from kmem import callbacks
 from kmem.base import private_keras
 from kmem.base.checks import must_be
 from kmem.base.patching import in_place_of_keras
@@ -21,8 +22,6 @@ from kmem.budget import planner
 from kmem.budget.inference import BudgetedInference
 from kmem.budget.report import MemoryReport
 from kmem.budget.training import BudgetedSession
-from kmem.callbacks import EndOfGroup
-from kmem.callbacks import put_first
 from kmem.fit import pipeline
 from kmem.fit import requirements
 from kmem.fit.session import Session
@@ -268,6 +267,7 @@ def _fit(model, own_fit, args, kwargs):
     """A model's own `fit`, with the memory options among `kwargs`."""
     options = in_processes(split_options(kwargs, parameters(own_fit)))
     _end_train_on_batch(model)
+    callbacks.end_earlier(model)
     # Shards that an error has left: nobody could plan for them.
     plans = options.remat is not None or options.memory_budget is not None
     if options.sharding is None or plans:
@@ -286,8 +286,8 @@ def _fit_under(model, options: MemoryOptions, keras_fit, args, kwargs):
     requirements.check_batch(bound.arguments, options)
     session = _session(model, options, bound.arguments)
     given = bound.arguments.get("callbacks")
-    with put_first(given, EndOfGroup(session)) as callbacks:
-        bound.arguments["callbacks"] = callbacks
+    own = callbacks.EndOfGroup(session)
+    with callbacks.put_first(given, own) as bound.arguments["callbacks"]:
         try:
             session.install()
             history = keras_fit(*bound.args, **bound.kwargs)

@@ -208,6 +208,8 @@ def guarded(session, name: str, function: Callable) -> Callable:
         # Every `fit` has a history of its own.
         if model.history is not history:
             session.remove()
+            if getattr(model, name) is call:
+                setattr(model, name, None)
             getattr(model, f"make_{name}")()
             return getattr(model, name)(iterator)
         try:
