@@ -208,14 +208,15 @@ class MemoryOptions(EndOfGroup):
         self._session = session
         session.install(guard=True)
         self._undone.callback(session.remove)
-        plain = self.model.compile
+        model: Any = self.model
+        plain = model.compile
 
         def compile(*args, **kwargs):
-            end_earlier(self.model)
+            end_earlier(model)
             return plain(*args, **kwargs)
 
         # It makes other functions, which know nothing of these options.
-        compiling = patching.attribute(self.model, "compile", compile)
+        compiling = patching.attribute(model, "compile", compile)
         self._undone.enter_context(compiling)
 
     def on_train_end(self, logs=None):

@@ -122,6 +122,8 @@ class Remat:
             predicted slowdown is at most 1.3x.
         solver: `"optimal"`, `"sqrt"` or `kmem.Genetic(...)`.
         plan: A `kmem.Plan`, or its path (`.json`), instead of a budget.
+        cpu_offload: Whether what is recomputed from may wait in host memory;
+            or what travels there in a second (`"12GB"`), else measured.
 
     Raises:
         ValueError: If a field is not of this form.
@@ -130,18 +132,24 @@ class Remat:
     budget: int | float | str = "auto"
     solver: Literal["optimal", "sqrt"] | Genetic = "optimal"
     plan: Plan | str | os.PathLike[str] | None = None
+    cpu_offload: bool | int | str = False
 
     def __post_init__(self):
+        if not isinstance(self.cpu_offload, bool):
+            size = parse_size(self.cpu_offload, "cpu_offload")
+            set_fields(self, cpu_offload=size)
         if self.budget != "auto":
             set_fields(self, budget=budget(self.budget, "remat"))
-        if not isinstance(self.solver, Genetic):
+        if self.cpu_offload:
+            one_of(self.solver, "solver with `cpu_offload`", ("optimal",))
+        elif not isinstance(self.solver, Genetic):
             one_of(self.solver, "solver", ("optimal", "sqrt"))
-        given = self.plan is not None
-        if given and not (_is_plan(self.plan) and self.budget == "auto"):
+        alone = _is_plan(self.plan) and self.budget == "auto"
+        if self.plan is not None and (self.cpu_offload or not alone):
             raise ValueError(
                 "`plan` must be a `kmem.Plan` or the path of one, and goes "
-                f"without a budget. Received: plan={self.plan!r}, "
-                f"budget={self.budget!r}"
+                "without a budget and `cpu_offload`. Received: plan="
+                f"{self.plan!r}, with {self.budget!r}, {self.cpu_offload!r}"
             )
 
 

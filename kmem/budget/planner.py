@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from kmem import memory
+from kmem.base.checks import one_of
 from kmem.budget import dry_run
 from kmem.budget import tuning
 from kmem.budget.correction import Corrector
@@ -21,8 +22,10 @@ from kmem.fit.mechanisms import as_in_a_step
 from kmem.fit.session import Session
 from kmem.fit.undoing import Changes
 from kmem.graph import control
+from kmem.graph import host
 from kmem.keras_graph import applying
 from kmem.keras_graph import profiling
+from kmem.keras_graph.costs import BYTES_PER_SECOND
 from kmem.keras_graph.costs import Costs
 from kmem.keras_graph.recording import Recording
 from kmem.options import MemoryOptions
@@ -50,6 +53,7 @@ def plan(
     *,
     solver: Literal["optimal", "sqrt"] | Genetic = "optimal",
     costs: Literal["measured", "flops"] = "measured",
+    cpu_offload: bool | int | str = False,
     verbose: int = 0,
 ) -> Plan:
     """Plans what a model's training step recomputes.
@@ -68,6 +72,7 @@ def plan(
         solver: `"optimal"`, `"sqrt"` or `kmem.Genetic(...)`.
         costs: `"measured"`, or `"flops"` for times that are computed, so that
             plans are repeatable.
+        cpu_offload: As `kmem.Remat` has it.
         verbose: 1 shows progress.
 
     Returns:
@@ -94,7 +99,10 @@ def plan(
     print(plan.summary())
     ```
     """
-    options = MemoryOptions(remat=Remat(budget=budget, solver=solver))
+    one_of(costs, "costs", profiling.COSTS)
+    profiling.check_built(model)
+    remat = Remat(budget=budget, solver=solver, cpu_offload=cpu_offload)
+    options = MemoryOptions(remat=remat)
     specs = batches.specs_of(batch, examples=True)
     plan, *_ = make_plan(model, specs, options, costs, verbose)
     return plan
@@ -137,6 +145,8 @@ def session_for(
     if given is not None:
         plan = given if isinstance(given, Plan) else Plan.load(given)
         _check_batch(plan, options, batch)
+        if plan.host_bytes and profiling.mode(model, options) != "graph":
+            raise ValueError(host.NO_GRAPH)
         return Session.of(model, options, plan)
     if batch is None:
         raise ValueError(
@@ -215,7 +225,7 @@ def make_plan(
         recording = profiling.record_batch(model, microbatch)
         key = (
             *(applying.structure(recording), batches.to_json(batch), rest),
-            *(remat.solver, costs, mode, in_order),
+            *(remat.solver, remat.cpu_offload, costs, mode, in_order),
             *(type(getattr(model, "optimizer", None)), group.size),
             not updates.are_early(model, rest),
             (is_counted, spec and batches.num_rows(spec) is None),
@@ -277,6 +287,9 @@ def network_of(
     rest = dataclasses.replace(options, remat=None)
     with as_in_a_step(model, options):
         network = measured(recording, costs, mode, verbose)
+    if options.remat and options.remat.cpu_offload:
+        seconds = _host_seconds(options.remat.cpu_offload, costs, mode)
+        network = dataclasses.replace(network, host_seconds=seconds)
     network = _measured_by_first(agreeing.processes(options), network)
     if options.num_parts > 1:
         return of_parts(model, network)
@@ -301,7 +314,8 @@ def of_parts(model: keras.Model, network: Network) -> Network:
 def _measured_by_first(group: Engine, network: Network) -> Network:
     """A network with the measurements of process 0."""
     own = [[getattr(s, name) for name in MEASURED] for s in network.stages]
-    first = agreeing.of_first(group, np.array(own, "float64"))
+    own.append([network.host_seconds or 0.0] * len(MEASURED))
+    *first, host = agreeing.of_first(group, np.array(own, "float64"))
     stages = []
     for stage, row in zip(network.stages, first, strict=True):
         numbers = {
@@ -309,7 +323,18 @@ def _measured_by_first(group: Engine, network: Network) -> Network:
             for name, number in zip(MEASURED, row, strict=True)
         }
         stages.append(dataclasses.replace(stage, **numbers))
+    if network.host_seconds is not None:
+        network = dataclasses.replace(network, host_seconds=float(host[0]))
     return dataclasses.replace(network, stages=tuple(stages))
+
+
+def _host_seconds(per_second: Any, costs: Costs, mode: str) -> float:
+    """The time of a byte to host memory and back."""
+    if mode != "graph":
+        raise ValueError(host.NO_GRAPH)
+    if per_second is True and costs == "measured":
+        return host.seconds_per_byte()
+    return 2 / (BYTES_PER_SECOND if per_second is True else per_second)
 
 
 def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:

@@ -17,6 +17,7 @@ weight gradient, in the same way. What this module does not do: choose what
 XLA fuses, and so recomputes by itself.
 """
 
+import contextlib
 import functools
 import itertools
 import os
@@ -45,11 +46,16 @@ def after(
     """
     if private_tf.in_xla():
         return delayed(gradients, tensors), [tf.identity(w) for w in weights]
+    with behind(gradients):
+        return list(map(_copy, tensors)), list(map(_copy, weights))
+
+
+def behind(gradients: list[tf.Tensor]) -> contextlib.AbstractContextManager:
+    """Within, operations wait for gradients; not in XLA."""
     waited: list = gradients
     if not tf.executing_eagerly():
         waited = [op for each in gradients for op in fusion.addends(each.op)]
-    with tf.control_dependencies(waited):
-        return list(map(_copy, tensors)), list(map(_copy, weights))
+    return tf.control_dependencies(waited)
 
 
 def _copy(tensor: tf.Tensor) -> tf.Tensor:

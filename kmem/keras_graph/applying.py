@@ -161,7 +161,7 @@ class _Planned(opening.Visitor):
         own = [s for s in segments if (s.start, s.stop) == span]
         inner = own[0].inner if own else segments
         if own:
-            return remat.recompute(run, check=False)(*args, **kwargs)
+            return _rerun(run, own[0])(*args, **kwargs)
         return run(*args, **kwargs)
 
     def enter(self, frame: Frame | None, segments: _Segments) -> None:
@@ -232,9 +232,13 @@ class _LineRun:
             return [local[key] for key in makes]
 
         tensors = [values[key] for key in reads]
-        results = remat.recompute(run, check=False)(*tensors)
+        results = _rerun(run, segment)(*tensors)
         values.update(zip(makes, results, strict=True))
         return stop
+
+
+def _rerun(run: Callable, segment: Segment) -> Callable:
+    return remat.recompute(run, check=False, cpu_offload=segment.on_host)
 
 
 def _within(segments: _Segments, start: int, stop: int) -> _Segments:

@@ -39,7 +39,7 @@ Costs = Literal["measured", "flops", "traced"]
 
 # A processor of no particular make, for times that are computed.
 _FLOPS_PER_SECOND = 1e11
-_BYTES_PER_SECOND = 1e10
+BYTES_PER_SECOND = 1e10
 # A layer is run so often, and until its runs have taken so long: the fastest
 # counts. The time of all layers is divided by, so none takes none.
 _NUM_RUNS, _ENOUGH_SECONDS = 3, 0.005
@@ -337,7 +337,7 @@ def _computed_seconds(graph: tf.Graph) -> float:
         for tensor in (*operation.inputs, *operation.outputs)
         if operation.type != "Identity" and tensor.dtype != tf.resource
     )
-    return flops / _FLOPS_PER_SECOND + moved / _BYTES_PER_SECOND
+    return flops / _FLOPS_PER_SECOND + moved / BYTES_PER_SECOND
 
 
 def _computed_peak_bytes(graph: tf.Graph) -> int:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from kmem.base import private_tf
 from kmem.base.checks import must_be
+from kmem.base.checks import one_of
 from kmem.base.sizes import format_size
 from kmem.keras_graph import costs as call_costs
 from kmem.keras_graph.costs import Cost
@@ -25,6 +26,9 @@ from kmem.planning.network import Stage
 from kmem.step import batches
 from kmem.step import capture
 from kmem.step.batches import num_bytes
+
+# How a user may have costs found.
+COSTS = "measured", "flops"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +125,8 @@ def profile(
     print(kmem.profile(model, batch).summary())
     ```
     """
-    is_known = costs in ("measured", "flops")
-    must_be(is_known, costs, "costs", '"measured" or "flops"')
+    one_of(costs, "costs", COSTS)
+    check_built(model)
     compiled = mode(model) == "xla"
     recording = record_batch(model, batch)
     return measure(recording, costs, compiled=compiled)
@@ -168,6 +172,7 @@ def checked_specs(model: keras.Model, batch: Any) -> Any:
 
 def check_built(model: keras.Model) -> None:
     """Refuses a model without its variables."""
+    must_be(isinstance(model, keras.Model), model, "model", "a `keras.Model`")
     if not capture.has_variables(model):
         raise ValueError(
             "The model must be built: call it, or `model.build()`, first. "

@@ -67,6 +67,12 @@ class LevelPlan:
         self._level_name = level_name
         self._remat = remat
         self._mode: Literal["eager", "graph", "xla"] = mode
+        if remat.cpu_offload:
+            raise ValueError(
+                "`remat` of a level must be without `cpu_offload`: a gradient "
+                "that is differentiated keeps what it starts from. Received: "
+                f"level '{level_name}' with {remat!r}"
+            )
         if not calls:
             raise ValueError(
                 "The loss of a level with `remat` must call a model of the "

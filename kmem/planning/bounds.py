@@ -56,6 +56,8 @@ def peak_lower_bound(graph: Graph) -> int:
         all results, if that is more.
     """
     fixed = np.array([not op.recomputable for op in graph.operations], bool)
+    # Of what waits in host memory nothing is known.
+    fixed &= graph.host_seconds is None
     at_the_end = graph.results - graph.constants
     peak = graph.constant_bytes + sum(
         graph.tensor_bytes[tensor] for tensor in at_the_end
@@ -83,6 +85,8 @@ def seconds_lower_bound(graph: Graph, budget_bytes: int) -> float:
     """
     if peak_lower_bound(graph) > budget_bytes:
         return math.inf
+    if graph.host_seconds is not None:
+        return graph.seconds
     seconds = np.array(
         [op.seconds if op.recomputable else np.inf for op in graph.operations]
     )

@@ -5,8 +5,10 @@ plan that takes the least time of all plans of nested segments (Beaumont et al.
 2019), and `simulate` says what each of them takes to the byte. The table
 counts some values for longer than they live, so a plan may be used for less
 than what the table gave it. On a chain of values with sizes that fit in slots
-both agree, and plans are optimal. Not done: offloading, and schedules that are
-not nested segments.
+both agree, and plans are optimal. Where the network has a host, what a segment
+starts from may wait there (POFO, Beaumont et al. 2021, chooses among all
+values). Not done: to send what is not recomputed, and schedules that are not
+nested segments.
 """
 
 import bisect
@@ -112,8 +114,8 @@ def _places(network: Network) -> list[int]:
 
 def _segments(blocks, starts) -> tuple[Segment, ...]:
     return tuple(
-        Segment(starts[first], starts[stop], _segments(inner, starts))
-        for first, stop, inner in blocks
+        Segment(starts[first], starts[stop], _segments(inner, starts), on_host)
+        for first, stop, inner, on_host in blocks
     )
 
 

@@ -50,6 +50,8 @@ class Graph:
         num_forward: How many of the operations, from the first on, are the
             forward pass.
         resident_bytes: What is in memory all the time besides.
+        host_seconds: The time that a byte takes to host memory and back;
+            `None` where nothing goes there.
     """
 
     operations: tuple[Operation, ...]
@@ -58,6 +60,7 @@ class Graph:
     results: frozenset[int] = frozenset()
     num_forward: int = 0
     resident_bytes: int = 0
+    host_seconds: float | None = None
 
     def __post_init__(self):
         existing = set(self.constants)
@@ -106,6 +109,14 @@ class Graph:
         """The schedule that runs every operation once."""
         return tuple(range(len(self.operations)))
 
+    def step(self, index: int) -> Operation:
+        """What a schedule runs: an operation or, of `~tensor`, what brings
+        that tensor back from host memory, with the time to send it there."""
+        if index >= 0:
+            return self.operations[index]
+        seconds = (self.host_seconds or 0.0) * self.tensor_bytes[~index]
+        return Operation(f"tensor {~index}, fetched", (), (~index,), seconds)
+
     @functools.cached_property
     def constant_bytes(self) -> int:
         """What no schedule can do without."""
@@ -134,13 +145,13 @@ def simulate(graph: Graph, schedule: tuple[int, ...]) -> Simulation:
 
     Args:
         schedule: Indexes of `graph.operations`, in the order in which they
-            run, with repeats.
+            run, with repeats, and others as `Graph.step` has them.
 
     Raises:
         ValueError: If the schedule leaves an operation out, repeats one that
             is not recomputable, or reads a tensor that was not made.
     """
-    operations, sizes = graph.operations, graph.tensor_bytes
+    sizes = graph.tensor_bytes
     _check_operations(graph, schedule)
     alive = bytearray(len(sizes))
     for tensor in graph.constants:
@@ -153,7 +164,7 @@ def simulate(graph: Graph, schedule: tuple[int, ...]) -> Simulation:
     step_bytes = []
     seconds = 0.0
     for index in reversed(schedule):
-        operation = operations[index]
+        operation = graph.step(index)
         seconds += operation.seconds
         for tensor in operation.inputs:
             if not alive[tensor]:
@@ -171,16 +182,17 @@ def simulate(graph: Graph, schedule: tuple[int, ...]) -> Simulation:
     if sum(alive) > len(graph.constants):
         _raise_not_made(graph, schedule)
     step_bytes.reverse()
+    num_runs = sum(index >= 0 for index in schedule)
     return Simulation(
         peak_bytes=max(step_bytes, default=in_use),
         seconds=seconds,
-        num_recomputed=len(schedule) - len(operations),
+        num_recomputed=num_runs - len(graph.operations),
         step_bytes=tuple(step_bytes),
     )
 
 
 def _check_operations(graph: Graph, schedule: tuple[int, ...]) -> None:
-    counts = collections.Counter(schedule)
+    counts = collections.Counter(i for i in schedule if i >= 0)
     missing = [i for i in graph.program if i not in counts]
     if missing or len(counts) > len(graph.operations):
         raise ValueError(
@@ -200,7 +212,7 @@ def _check_operations(graph: Graph, schedule: tuple[int, ...]) -> None:
 def _raise_not_made(graph: Graph, schedule: tuple[int, ...]) -> None:
     existing = set(graph.constants)
     for step, index in enumerate(schedule):
-        operation = graph.operations[index]
+        operation = graph.step(index)
         missing = set(operation.inputs) - existing
         if missing:
             raise ValueError(

@@ -70,11 +70,16 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Stages `start` to `stop - 1`, and the segments within, in order."""
+    """Stages `start` to `stop - 1`, and the segments within, in order.
+
+    What enters one that is `on_host` waits for its backward pass in host
+    memory.
+    """
 
     start: int
     stop: int
     inner: tuple["Segment", ...] = ()
+    on_host: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +98,8 @@ class Network:
         keeps_gradients: Whether the parameters' gradients stay until the step
             ends; else each is used up by an update at once.
         late: The stages whose gradients stay even so.
+        host_seconds: The time that a byte takes to host memory and back;
+            `None` where no segment is `on_host`.
     """
 
     stages: tuple[Stage, ...]
@@ -103,6 +110,7 @@ class Network:
     resident_bytes: int = 0
     keeps_gradients: bool = True
     late: frozenset[int] = frozenset()
+    host_seconds: float | None = None
 
     def scaled(self, ratio: float) -> "Network":
         """The same for so many times the examples: all but gradients of
@@ -245,6 +253,7 @@ class Network:
             results=frozenset(results),
             num_forward=len(forward),
             resident_bytes=self.resident_bytes,
+            host_seconds=self.host_seconds,
         )
 
     def schedule(self, segments: tuple[Segment, ...]) -> tuple[int, ...]:
@@ -261,6 +270,8 @@ class Network:
     def _append_backward(self, order, start, stop, segments) -> None:
         for item in reversed(_items(start, stop, segments)):
             if isinstance(item, Segment):
+                if item.on_host:
+                    order += [~value for value in sorted(self.sent(item))]
                 order += self.recomputed(item)
                 self._append_backward(order, item.start, item.stop, item.inner)
             elif item in self.backward_index:
@@ -273,6 +284,10 @@ class Network:
     def retained(self, segment: Segment) -> set[int]:
         """The values from before a segment that its recomputation reads."""
         return self._walk(segment)[1]
+
+    def sent(self, segment: Segment) -> set[int]:
+        """What of that may wait in host memory: all but the batch."""
+        return self.retained(segment) - self.inputs
 
     def _walk(self, segment: Segment) -> tuple[list[int], set[int]]:
         needed: set[int] = set()

@@ -70,7 +70,7 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
     peaks = [highest, plan.predicted_peak_bytes, plan.budget_bytes or 0]
 
     def curve(simulation: "Simulation", schedule, label: str, **style):
-        seconds = [graph.operations[index].seconds for index in schedule]
+        seconds = [graph.step(index).seconds for index in schedule]
         edges = np.cumsum([0.0, *seconds])
         in_use = np.array(simulation.step_bytes) + plan.resident_bytes
         style |= {"baseline": None, "linewidth": 1.5, "zorder": 3}
@@ -82,11 +82,10 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
     curve(plan.unplanned, graph.program, "everything kept", **style)
     style = {"color": drawing.BLUE}
     heights, edges = curve(plan.simulation, plan.schedule, "the plan", **style)
-    _, first, which = np.unique(
-        plan.schedule, return_index=True, return_inverse=True
-    )
+    steps = np.array(plan.schedule)
+    _, first, which = np.unique(steps, return_index=True, return_inverse=True)
     # For each step, whether it runs what has run before.
-    again = first[which] < np.arange(len(which))
+    again = (first[which] < np.arange(len(which))) & (steps >= 0)
     under = {"baseline": base, "fill": True, "linewidth": 0}
     once = np.where(again, np.nan, heights)
     axes.stairs(once, edges, **under, color=_LIGHT_BLUE)
@@ -111,7 +110,8 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
 
 def _draw_stages(axes: "Axes", plan: Any) -> None:
     stages = plan.network.stages
-    counts = np.bincount(plan.schedule, minlength=len(stages))[: len(stages)]
+    runs = [index for index in plan.schedule if index >= 0]
+    counts = np.bincount(runs, minlength=len(stages))[: len(stages)]
     num_runs = np.minimum(counts, len(_NUM_RUNS))
     widths = flat.kept_bytes(plan.network)
     widths = widths if any(widths) else np.ones(len(widths))

@@ -26,7 +26,7 @@ from kmem.planning.network import Network
 from kmem.planning.network import Segment
 
 _FORMAT = "kmem plan"
-_VERSION = 5
+_VERSION = 6
 # No number of bytes, or of seconds, is as large as that.
 _TOO_LARGE = 2**63
 
@@ -105,6 +105,12 @@ class Plan(drawing.Shown):
             return 0.0
         return max(0.0, self.predicted_seconds / self.lower_bound_seconds - 1)
 
+    @property
+    def host_bytes(self) -> int:
+        """The bytes that a step sends to host memory, and fetches again."""
+        sizes = self.network.graph.tensor_bytes
+        return sum(sizes[~index] for index in self.schedule if index < 0)
+
     @functools.cached_property
     def schedule(self) -> tuple[int, ...]:
         """The operations of `network.graph`, in the order they run."""
@@ -128,7 +134,7 @@ class Plan(drawing.Shown):
             budget = format_size(self.budget_bytes)
         peak = format_size(self.predicted_peak_bytes)
         counts = collections.Counter(self.schedule)
-        again = [index for index, count in counts.items() if count > 1]
+        again = [i for i, count in counts.items() if i >= 0 and count > 1]
         stages = self.network.stages
         fixed = [stage.name for stage in stages if not stage.recomputable]
         rows = [
@@ -144,6 +150,9 @@ class Plan(drawing.Shown):
             f"{self.simulation.num_recomputed} runs",
             f"  cannot repeat   {', '.join(fixed) or 'none'}",
         ]
+        if self.network.host_seconds is not None:
+            sent = format_size(self.host_bytes)
+            rows.append(f"  in host memory  {sent}, there and back")
         for segment in self.segments:
             rows += self._describe(segment, "  ")
         return "\n".join(rows)
@@ -151,7 +160,8 @@ class Plan(drawing.Shown):
     def _describe(self, segment: Segment, indent: str) -> list[str]:
         stages = self.network.stages
         first, last = stages[segment.start].name, stages[segment.stop - 1].name
-        rows = [f"{indent}{first} ... {last}"]
+        there = ", from host memory" if segment.on_host else ""
+        rows = [f"{indent}{first} ... {last}{there}"]
         for inner in segment.inner:
             rows += self._describe(inner, indent + "  ")
         return rows
@@ -248,6 +258,7 @@ class Plan(drawing.Shown):
         ]
         numbers += [self.budget_bytes or 0, self.lower_bound_seconds]
         numbers += [self.predicted_peak_bytes, *self.simulation.step_bytes]
+        numbers += [network.host_seconds or 0]
         if min(*numbers, *network.value_bytes) < 0:
             raise ValueError("negative bytes or seconds")
         if self.mode not in ("eager", "graph", "xla"):

@@ -30,6 +30,7 @@ class Splits(typing.NamedTuple):
 
     Attributes:
         stops: The block after the segment.
+        again: The time to run it again.
         held: What it keeps for later.
         waiting: What is held over its backward pass.
         forward: The peak of its forward pass; `NEVER` if it is not allowed.
@@ -37,6 +38,7 @@ class Splits(typing.NamedTuple):
     """
 
     stops: np.ndarray
+    again: np.ndarray
     held: np.ndarray
     waiting: np.ndarray
     forward: np.ndarray
@@ -67,6 +69,7 @@ class SlottedLine:
 
     def __init__(self, line: Line, allowed, limit_bytes: int, num_slots: int):
         self.num_blocks = line.num_blocks
+        self._host_seconds = line.network.host_seconds
         self.slot_bytes = max(
             line.common_bytes, math.ceil(limit_bytes / num_slots)
         )
@@ -132,6 +135,9 @@ class SlottedLine:
     ) -> Splits:
         """The segments with which sub-chains of one length may begin.
 
+        Where there is a host, each comes once more behind all of them: what it
+        keeps is there then, and takes time instead of memory.
+
         Args:
             length: The number of blocks after the first.
             least: `[last, block]`: the least memory for shorter ones.
@@ -140,11 +146,18 @@ class SlottedLine:
         firsts, lasts = (blocks[rows, None] for blocks in self.windows[length])
         held, waiting, forward = self._splits[length][:, rows]
         stops = firsts + np.arange(1, length + 1)
+        again = self.again[stops - 1, firsts]
+        if self._host_seconds is not None:
+            seconds = np.float32(self._host_seconds * self.slot_bytes) * held
+            again = np.hstack([again, again + seconds])
+            held = np.hstack([held, np.zeros_like(held)])
+            both = (np.hstack([each] * 2) for each in (stops, waiting, forward))
+            stops, waiting, forward = both
         begins = np.maximum(
             least[lasts, stops] + held, least[stops - 1, firsts] + waiting
         )
         np.maximum(begins, forward, out=begins)
-        return Splits(stops, held, waiting, forward, begins)
+        return Splits(stops, again, held, waiting, forward, begins)
 
 
 def _furthest(allowed) -> np.ndarray:
@@ -166,7 +179,8 @@ def most_memory(line: SlottedLine) -> np.ndarray:
     count, width = line.num_blocks, line.width
     lower = np.zeros((count + 1, width), np.float32)
     upper = np.zeros((count + 1, width), np.float32)
-    sums = np.empty((count, width), np.float32)
+    # Of all segments, those on the host as well.
+    sums = np.empty((2 * count, width), np.float32)
     most = np.full((count, count + 1), -1)
     for first in range(count - 1, -1, -1):
         kept = line.kept[-1, first]
@@ -194,8 +208,7 @@ def _lower(line: SlottedLine, first: int, lower, upper, buffer) -> np.ndarray:
     # The rest is the last of the sub-chains that are as long.
     row = slice(-1, None)
     split = line.splits(last - first, np.zeros_like(line.enough), row)
-    stops, held, waiting, _, begins = (part[0] for part in split)
-    again = line.again[stops - 1, first]
+    stops, again, held, waiting, _, begins = (part[0] for part in split)
     inside = line.enough[stops - 1, first] + waiting
     # Beyond that everything is kept.
     width = line.enough[last, first] + 1
@@ -216,4 +229,5 @@ def _lower(line: SlottedLine, first: int, lower, upper, buffer) -> np.ndarray:
     worth = sums <= best + _TOLERANCE * (best + line.again[last, first])
     worth &= sums < np.inf
     most = width - 1 - np.argmax(worth[:, ::-1], axis=1)
-    return np.where(worth.any(axis=1), most, -1)
+    most = np.where(worth.any(axis=1), most, -1)
+    return most.reshape(-1, last - first).max(axis=0)

@@ -125,7 +125,7 @@ class Table:
         for row in np.argsort(-most[here], kind="stable").tolist():
             others = rows_by_key.setdefault(keys[row], [])
             for other in others:
-                if all(np.array_equal(p[row], p[other]) for p in split[1:]):
+                if all(np.array_equal(p[row], p[other]) for p in split[2:]):
                     base = self._base[lasts[other], firsts[other]]
                     break
             else:
@@ -199,11 +199,12 @@ class Table:
             kept=self._row(firsts + 1, lasts, kept),
             rest=self._row(split.stops, ends, split.held),
             inside=self._row(rows, split.stops - 1, split.waiting),
-            again=self._line.again[split.stops - 1, rows],
+            again=split.again,
         )
 
     def plan(self, slots: int) -> tuple[tuple, ...]:
-        """The segments `(start, stop, inner)` of a best plan, in blocks.
+        """The segments `(start, stop, inner, on_host)` of a best plan, in
+        blocks.
 
         Args:
             slots: The memory that it may take, where `extra` is finite.
@@ -245,7 +246,8 @@ class Table:
         best = int(np.argmin(sums))
         stop = int(split.stops[0, best])
         inner = self._trace(first, stop - 1, slots - split.waiting[0, best])
-        return stop, slots - split.held[0, best], (first, stop, inner)
+        on_host = best >= last - first
+        return stop, slots - split.held[0, best], (first, stop, inner, on_host)
 
 
 class _Parts(typing.NamedTuple):

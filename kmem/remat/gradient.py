@@ -13,6 +13,7 @@ from kmem.base import private_tf
 from kmem.base.patching import setting
 from kmem.graph import control
 from kmem.graph import fusion
+from kmem.graph import host
 from kmem.graph import names
 from kmem.graph import ordering
 from kmem.graph import repeats
@@ -27,7 +28,10 @@ _running = contextvars.ContextVar("running", default=0)
 
 
 def recompute(
-    fn: Callable, check: bool = True, keep_residuals: bool = False
+    fn: Callable,
+    check: bool = True,
+    keep_residuals: bool = False,
+    cpu_offload: bool = False,
 ) -> Callable:
     """Lets a function keep only its arguments for its gradient.
 
@@ -44,6 +48,8 @@ def recompute(
             in eager mode. Graphs are looked at as they are made.
         keep_residuals: Whether to keep, in a graph, what is computed from the
             arguments, and run again only what is computed from variables.
+        cpu_offload: Whether the arguments wait in host memory for a gradient
+            that nobody differentiates, in a graph that is not XLA's.
 
     Returns:
         A function with the arguments and results of `fn`. It raises a
@@ -76,7 +82,8 @@ def recompute(
         # Within a forward pass that is not kept there is nothing to leave out.
         if _running.get() == _FIRST:
             return fn(*args, **kwargs)
-        segment = _Segment(fn, Structure((args, kwargs)), keep_residuals)
+        arguments = Structure((args, kwargs))
+        segment = _Segment(fn, arguments, keep_residuals, cpu_offload)
         # As `keras.remat` first runs what it is going to run again.
         segment.repeated = repeated = repeated or private_tf.tapes_are_stopped()
         # A function within another one was looked at with that one.
@@ -122,8 +129,7 @@ def why_not_recomputable(fn: Callable, *args, **kwargs) -> str | None:
 
 
 def is_running() -> bool:
-    """Whether a function runs that is recomputed, for the first time or the
-    second."""
+    """Whether a function runs that is recomputed."""
     return bool(_running.get())
 
 
@@ -144,9 +150,11 @@ class _Segment:
     # Whether TensorFlow runs the function again, and what is around it.
     repeated = False
 
-    def __init__(self, fn, arguments: Structure, keep_residuals=False):
+    def __init__(self, fn, arguments: Structure, keeps=False, sends=False):
         self._fn = fn
-        self._keep_residuals = keep_residuals
+        self._keep_residuals = keeps
+        # Before the first run, which lets go of what only it reads.
+        self._sent = host.sent(arguments.tensors) if sends else []
         self._arguments = arguments
         self._ambient = state.ambient()
         self._scopes = names.Scopes()
@@ -272,6 +280,7 @@ class _Segment:
         values = [value for _, value in self._values]
         find = functools.partial(self._found, wanted)
         if not is_watched(upstream, tensors, values):
+            tensors = host.fetched(self._sent, tensors, upstream)
             return find(upstream, tensors, values)
 
         def find_dense(upstream, tensors, values):
@@ -317,8 +326,7 @@ class _Segment:
         of_inputs, of_values, of_raw = results
         of_variables = [*map(_sum, of_values), *of_raw]
         made = names.operations()
-        second, gradient = made[before:after], made[after:]
-        readers = []
+        second, gradient, readers = made[before:after], made[after:], []
         if not self._keep_residuals:
             # Not held back, as what they read would be.
             with ordering.unordered():
@@ -329,8 +337,8 @@ class _Segment:
             first = uses.computed(self._first, given)
             again = uses.computed(second, [*tensors, *_seeds(delayed)])
             uses.keep_residuals(first, again, gradient)
-        of_inputs = control.before(of_variables, of_inputs)
         # Nobody may want those of the inputs, such as that of a batch.
+        of_inputs = control.before(of_variables, of_inputs)
         results = control.kept(readers, [*of_variables, *of_inputs])
         count = len(of_variables)
         return [*results[count:], *results[:count]]

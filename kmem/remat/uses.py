@@ -35,7 +35,10 @@ _PASSED_ON = (
     "Const Identity IdentityN NoOp Placeholder ReadVariableOp StopGradient"
 ).split()
 
-COPIES = frozenset({"Identity", "IdentityN", "StopGradient"})
+# Also what sends a tensor to host memory, and what fetches it.
+COPIES = frozenset(
+    "Identity IdentityN ParseTensor SerializeTensor StopGradient".split()
+)
 _SAME_MEMORY = COPIES | {"ExpandDims", "Reshape", "Squeeze"}
 _OF_SHAPE = ("Rank", "Shape", "ShapeN", "Size")
 

@@ -75,7 +75,7 @@ def step_of(
     plan = choice.plan
     graph = graphs[choice.options] if plan is None else plan.network.graph
     schedule = graph.program if plan is None else plan.schedule
-    operations = [graph.operations[index] for index in schedule]
+    operations = [graph.step(index) for index in schedule]
     count = choice.options.num_parts
     seconds = np.cumsum([0.0, *[each.seconds for each in operations] * count])
     # The update, and what else is no operation of the model.

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmem.base.checks import must_be
 from kmem.graph import fusion
 
 # What stands for `None`: of a generator's Keras makes an `Optional`.
@@ -186,6 +187,9 @@ def _spec(leaf) -> tf.TensorSpec | None:
         return None
     if isinstance(leaf, tf.TensorSpec):
         return leaf
+    is_data_set = isinstance(leaf, tf.data.Dataset)
+    kind = "arrays or tensors: of a data set, `next(iter(data))`"
+    must_be(not is_data_set, leaf, "a batch", kind)
     if not hasattr(leaf, "shape"):
         leaf = np.asarray(leaf)
     dtype = tf.as_dtype(leaf.dtype)

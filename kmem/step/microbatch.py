@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from kmem.base.private_keras import all_layers
 from kmem.base.private_keras import is_built
+from kmem.graph import host
 from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.step import batches
@@ -219,6 +220,7 @@ class GradientStep:
         with counting as results, capturing() as update:
             logs = ordering.one_by_one(self._train_step, data)
         order = None
+        host.read_what_came_back()
         if self._ordered:
             order = ordering.hold_back(update.gradients or [], loss=update.loss)
         updates = [update, *updates]

@@ -172,7 +172,9 @@ def _made(build, jit_compile: bool = False):
 
 
 def _segments(network: Network, random, start, stop, depth=3):
-    """Random segments within stages, in which there are others."""
+    """Random segments within stages, in which there are others; half of them
+    on the host, if there is one."""
+    hosted = network.host_seconds is not None
     places = list(range(start, stop + 1))
     allowed = network.allowed(places)
     found, begin = [], start
@@ -184,15 +186,18 @@ def _segments(network: Network, random, start, stop, depth=3):
             continue
         end = int(random.choice(ends))
         inner = _segments(network, random, begin, end, depth - 1)
-        found.append(Segment(begin, end, inner))
+        on_host = hosted and random.random() < 0.5
+        found.append(Segment(begin, end, inner, on_host))
         begin = end
     return tuple(found)
 
 
-def _plan(model, x, y, mode: str, seed: int) -> Plan:
+def _plan(model, x, y, mode: str, seed: int, hosted: bool = False) -> Plan:
     batch = batches.specs_of((x[:_ROWS], y[:_ROWS]))
     recording = profiling.record_batch(model, batch)
     network = profiling.measure(recording, "flops").network
+    if hosted:
+        network = dataclasses.replace(network, host_seconds=0.0)
     random = np.random.default_rng(seed)
     segments = _segments(network, random, 0, len(network.stages))
     return Plan(
@@ -281,14 +286,14 @@ def test_what_fits_as_it_is_trains_as_plain_keras_to_the_bit():
         np.testing.assert_array_equal(value, other)
 
 
-def _trained(build, seed: int | None, jit_compile: bool = False):
+def _trained(build, seed: int | None, jit_compile=False, hosted=False):
     """Everything that training changes, and the loss of each step."""
     model, x, y = _made(build, jit_compile)
     options = {}
     if seed is not None:
         mode = "xla" if jit_compile else "graph"
-        options["remat"] = plan = _plan(model, x, y, mode, seed)
-        assert plan.segments
+        options["remat"] = plan = _plan(model, x, y, mode, seed, hosted)
+        assert plan.segments and bool(plan.host_bytes) == hosted
         kmem.wrap(model)
     losses = _Losses()
     model.fit(
@@ -320,6 +325,17 @@ class _Losses(keras.callbacks.Callback):
 def test_any_plan_trains_as_plain_keras_to_the_bit(build, seed):
     plain = _trained(build, None)
     planned = _trained(build, seed)
+    for got, expected in zip(planned, plain, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "build, seed", _PLANS, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_what_waits_on_the_host_comes_back_to_the_bit(build, seed):
+    plain = _trained(build, None)
+    planned = _trained(build, seed, hosted=True)
     for got, expected in zip(planned, plain, strict=True):
         np.testing.assert_array_equal(got, expected)
 

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import math
 import random
@@ -5,6 +6,7 @@ import random
 import planning_cases as cases
 import pytest
 
+from kmem.planning import bounds
 from kmem.planning import choosing
 from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.line import Line
@@ -22,6 +24,34 @@ def test_plans_of_chains_are_the_best_of_all_for_every_budget(seed):
     assert solver.smallest.peak_bytes == best[0][0]
     for peak_bytes, seconds in best:
         assert solver.within(peak_bytes).seconds == seconds
+
+
+@pytest.mark.parametrize("host_seconds", [0.0, 0.25, 1.0, 16.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_of_chains_with_a_host_are_the_best_of_all(seed, host_seconds):
+    network = cases.random_chain(random.Random(seed), 4)
+    network = dataclasses.replace(network, host_seconds=host_seconds)
+    solver = choosing.ChainSolver(network)
+    best = cases.best_of_all(network)
+    assert solver.smallest.peak_bytes == best[0][0]
+    for peak_bytes, seconds in best:
+        point = solver.within(peak_bytes)
+        assert point.seconds == seconds
+        graph = network.graph
+        assert bounds.peak_lower_bound(graph) <= point.peak_bytes
+        assert bounds.seconds_lower_bound(graph, peak_bytes) <= seconds
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_waits_on_the_host_is_not_on_the_device(seed):
+    network = cases.random_network(random.Random(seed), 5)
+    hosted = dataclasses.replace(network, host_seconds=0.0)
+    for point in cases.frontier(hosted, 10):
+        assert (point.peak_bytes, point.seconds) == cases.cost(
+            hosted, point.segments
+        )
+    smallest = choosing.ChainSolver(network).smallest.peak_bytes
+    assert choosing.ChainSolver(hosted).smallest.peak_bytes <= smallest
 
 
 @pytest.mark.parametrize(("length", "count"), [(1, 5), (2, 2)])

@@ -186,6 +186,7 @@ def test_every_field_survives(tmp_path):
     stage = differing(layer(0, shares=(1,), passed=(0,), gradients=(0,)))
     network = dataclasses.replace(
         differing(NETWORK),
+        host_seconds=0.5,
         stages=(stage, *NETWORK.stages[1:]),
         late=frozenset({1}),
     )
@@ -198,6 +199,30 @@ def test_every_field_survives(tmp_path):
             )
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def hosted_plan():
+    network = dataclasses.replace(NETWORK, host_seconds=2.0**-20)
+    first = Segment(0, 2, on_host=True)
+    return make_plan(
+        network=network, segments=(first, Segment(2, 4, on_host=True))
+    )
+
+
+def test_a_plan_says_what_goes_to_the_host(tmp_path):
+    plan = hosted_plan()
+    # Of the first segment that is the batch, which stays.
+    assert plan.host_bytes == VALUE_BYTES
+    again = make_plan(segments=(Segment(0, 2), Segment(2, 4)))
+    sent_seconds = VALUE_BYTES * 2.0**-20
+    assert plan.predicted_seconds == again.predicted_seconds + sent_seconds
+    assert plan.predicted_peak_bytes < again.predicted_peak_bytes
+    assert plan.simulation.num_recomputed == again.simulation.num_recomputed
+    assert "in host memory  10.00 MB, there and back" in plan.summary()
+    plan.plot(tmp_path / "plan.png")
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and loaded.schedule == plan.schedule
 
 
 def _mutated(content: bytes, random) -> bytes:
@@ -306,7 +331,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, content):
 
 def test_a_file_of_another_version_is_refused(tmp_path):
     path = saved(tmp_path, version=99)
-    with pytest.raises(ValueError, match="version 5: .* of version 99"):
+    with pytest.raises(ValueError, match="version 6: .* of version 99"):
         Plan.load(path)
 
 

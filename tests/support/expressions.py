@@ -12,7 +12,10 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 # Their result holds the numbers of their argument.
-_COPIES = {"Identity", "IdentityN", "StopGradient"}
+_COPIES = {
+    *("Identity", "IdentityN", "StopGradient"),
+    *("ParseTensor", "SerializeTensor"),
+}
 _SAME_NUMBERS = {"BroadcastTo", "ExpandDims", "Reshape", "Squeeze", "Tile"}
 _COMMUTATIVE = {"AddV2", "LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Mul"}
 _OF_MEMORY = {"AssignAddVariableOp", "AssignVariableOp", "NoOp", "_Retval"}
@@ -44,9 +47,14 @@ class _Watched(keras.callbacks.Callback):
 def of_training(model: keras.Model, x, y, **options) -> dict[str, str]:
     """The expressions of a step of `fit`, each with the name of an operation
     that computes it; neither what prepares the data nor the update."""
+    return _expressions(ran(model, x, y, **options))
+
+
+def ran(model: keras.Model, x, y, **options):
+    """The graph of a step of `fit`, as it runs."""
     watched = _Watched()
     model.fit(x, y, len(x), verbose=0, callbacks=[watched], **options)
-    return _expressions(max(watched.graphs, key=lambda g: len(g.node)))
+    return max(watched.graphs, key=lambda g: len(g.node))
 
 
 def _expressions(graph) -> dict[str, str]:

@@ -116,11 +116,11 @@ def cost(network, segments) -> tuple[int, float]:
 def best_of_all(network) -> list[tuple[int, float]]:
     """Peaks, rising, and the times of the fastest of all plans within each."""
     allowed = network.allowed(range(len(network.stages) + 1)).tolist()
-    costs = sorted(
-        cost(network, segments)
-        for segments in _plans(0, len(network.stages))
-        if _is_allowed(allowed, segments)
-    )
+    plans = _plans(0, len(network.stages))
+    plans = [each for each in plans if _is_allowed(allowed, each)]
+    if network.host_seconds is not None:
+        plans = [each for plan in plans for each in _on_host(plan)]
+    costs = sorted(cost(network, segments) for segments in plans)
     best: list[tuple[int, float]] = []
     for peak_bytes, seconds in costs:
         if not best or seconds < best[-1][1]:
@@ -139,6 +139,19 @@ def _is_allowed(allowed, segments) -> bool:
         allowed[s.start][s.stop] and _is_allowed(allowed, s.inner)
         for s in segments
     )
+
+
+def _on_host(segments) -> list[tuple[Segment, ...]]:
+    """The same plan, with any of its segments on the host."""
+    if not segments:
+        return [()]
+    first, *rest = segments
+    firsts = [
+        dataclasses.replace(first, inner=inner, on_host=on_host)
+        for inner in _on_host(first.inner)
+        for on_host in (False, True)
+    ]
+    return [(one, *others) for one in firsts for others in _on_host(rest)]
 
 
 @functools.cache
