@@ -124,7 +124,8 @@ class Line:
         after it begin with; what is held over the segment, during its backward
         pass, other than what it begins with: also the parameters' gradients of
         the blocks after it; and the peak of its forward pass, which keeps
-        nothing.
+        nothing; and what of the first part it does not run again from, and
+        so cannot send to a host.
 
         Args:
             first: The first block of the sub-chains.
@@ -138,17 +139,21 @@ class Line:
         # The parameters' gradients of what is after the segment.
         resident = self._gradients.kept
         waiting = resident[ends] - resident[self.places[lasts + 1], None]
-        held = np.zeros_like(waiting)
+        held, staying = np.zeros_like(waiting), np.zeros_like(waiting)
         for value in self._starting[first]:
             last_read = self._reads[lasts, value, None]
             size = self._values.bytes[value] * (last_read >= begin)
             forward += size * (stages > last_read)
-            held += size * (ends > last_read)
+            ending = size * (ends > last_read)
+            # Longer segments use what shorter ones do.
+            is_unused = self._reads[first:final, value] < begin
+            held += ending
+            staying += ending * is_unused
             if self._values.first_use[value] < begin:
-                # Longer segments use what shorter ones do.
-                waiting += size * (self._reads[first:final, value] < begin)
+                waiting += size * is_unused
         np.maximum.accumulate(forward, axis=1, out=forward)
-        return np.stack([held, waiting, forward[:, ends - 1 - begin]])
+        forward = forward[:, ends - 1 - begin]
+        return np.stack([held, waiting, forward, staying])
 
 
 class _Values:

@@ -106,19 +106,19 @@ class SlottedLine:
         return firsts[asked], lasts[asked]
 
     def _measure_splits(self, line: Line, allowed) -> list[np.ndarray]:
-        """By length, `[part, sub-chain, segment]`: what is held, what is
-        waiting, and the peak of the forward pass."""
+        """By length, `[part, sub-chain, segment]`: the parts of
+        `Line.splits`."""
         final = self.num_blocks - 1
         parts_by_length = []
         for length, (firsts, _) in enumerate(self.windows):
-            parts_by_length.append(np.zeros((3, len(firsts), length), np.int32))
+            parts_by_length.append(np.zeros((4, len(firsts), length), np.int32))
             parts_by_length[-1][2] = NEVER
         rows = [0] * self.num_blocks
         for first in range(self.num_blocks):
             inside = np.arange(first, self.furthest[first] + 1)
             lasts = np.union1d(inside, [final])
             stop = min(self.furthest[first] + 1, final)
-            parts = np.zeros((3, len(lasts), 0), np.int32)
+            parts = np.zeros((4, len(lasts), 0), np.int32)
             if stop > first:
                 parts = line.splits(first, lasts, stop)
                 parts = np.minimum(self._slots(parts), NEVER).astype(np.int32)
@@ -144,13 +144,13 @@ class SlottedLine:
             rows: Which of `windows[length]`.
         """
         firsts, lasts = (blocks[rows, None] for blocks in self.windows[length])
-        held, waiting, forward = self._splits[length][:, rows]
+        held, waiting, forward, staying = self._splits[length][:, rows]
         stops = firsts + np.arange(1, length + 1)
         again = self.again[stops - 1, firsts]
         if self._host_seconds is not None:
-            seconds = np.float32(self._host_seconds * self.slot_bytes) * held
-            again = np.hstack([again, again + seconds])
-            held = np.hstack([held, np.zeros_like(held)])
+            slot_seconds = np.float32(self._host_seconds * self.slot_bytes)
+            again = np.hstack([again, again + slot_seconds * (held - staying)])
+            held = np.hstack([held, staying])
             both = (np.hstack([each] * 2) for each in (stops, waiting, forward))
             stops, waiting, forward = both
         begins = np.maximum(

@@ -42,6 +42,16 @@ def test_plans_of_chains_with_a_host_are_the_best_of_all(seed, host_seconds):
         assert bounds.seconds_lower_bound(graph, peak_bytes) <= seconds
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_what_a_segment_does_not_run_again_from_stays_on_the_device(count):
+    network = cases.residual(count)
+    hosted = dataclasses.replace(network, host_seconds=1 / 16)
+    without = choosing.ChainSolver(network).smallest
+    smallest = choosing.ChainSolver(hosted).smallest
+    assert smallest.peak_bytes <= without.peak_bytes
+    assert smallest.seconds < without.seconds
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_what_waits_on_the_host_is_not_on_the_device(seed):
     network = cases.random_network(random.Random(seed), 5)

@@ -76,6 +76,36 @@ def repeated(block, count) -> Network:
     return Network(tuple(stages), sizes, frozenset({0}))
 
 
+def residual(count) -> Network:
+    """Blocks whose result is added to what enters them. The addition keeps
+    nothing; the activation before keeps what it gives."""
+    sizes: list[int] = [8]
+    stages: list[Stage] = []
+
+    def stage(inputs, kept, size) -> int:
+        sizes.append(size)
+        made = len(sizes) - 1
+        kept = tuple(made if value is None else value for value in kept)
+        name = f"stage {len(stages)}"
+        stages.append(
+            Stage(
+                *(name, inputs, (made,), kept, inputs),
+                forward_seconds=1,
+                backward_seconds=1,
+            )
+        )
+        return made
+
+    last = 0
+    for _ in range(count):
+        narrow = stage((last,), (last,), 2)
+        narrow = stage((narrow,), (None,), 2)
+        wide = stage((narrow,), (narrow,), 8)
+        wide = stage((wide,), (wide,), 8)
+        last = stage((stage((wide, last), (), 8),), (None,), 8)
+    return Network(tuple(stages), tuple(sizes), frozenset({0}))
+
+
 def random_network(random, num_stages) -> Network:
     """A chain with skips, in which half of the stages read their input."""
     sizes, stages, made = [5], [], [0]
