@@ -1,10 +1,10 @@
 """Memory options as callbacks, for code that keeps its `keras.Model`.
 
 Give them to `fit` first in the list: what follows then sees a group of
-batches applied before its epoch ends. Several in one list are one, with the
-options of all. Keras tells callbacks of an error only if it happens in a step;
-if another callback raises, the model trains with the options' function until
-its next `fit` or `compile`.
+batches applied before its epoch ends. Keras tells callbacks of an error only
+if it happens in a step; if another callback raises, the model trains with
+the options' function until its next `fit` or `compile`. Under `sharding` a
+`fit` has to come before `compile` then: weights are in shards.
 
 `MemoryMonitor` puts memory into the training logs.
 """
@@ -45,24 +45,46 @@ class EndOfGroup(keras.callbacks.Callback):
     def __init__(self, session: Session | BudgetedSession | None = None):
         super().__init__()
         self._session = session
-        # Every `fit` has a history of its own.
+        # Whose `fit` it is: each has a history of its own, but in a
+        # `CallbackList` that is used again.
         self._history: Any = None
-        # What it trains under, of which a callback knows.
-        self._asked = options.MemoryOptions()
+        self._has_begun = False
 
     def on_train_begin(self, logs=None):
-        end_earlier(self.model)
-        self._own()
+        if self.model is not None:
+            self._take_over()
 
-    def _own(self) -> None:
-        self._history = _history(self.model)
+    def _take_over(self) -> None:
+        """Becomes the one under whose options the model trains.
+
+        Raises:
+            ValueError: If another one has in this `fit`.
+        """
+        history = getattr(self.model, "history", None)
+        owner = vars(self.model).get(_OWNER, self)
+        is_other = owner is not self and owner._history is history
+        if is_other and not owner._has_begun:
+            raise ValueError(
+                "Memory options must be given in one place: to `fit`, or to "
+                "one `kmem.callbacks.MemoryOptions(...)` that has all of them. "
+                f"Received: {self._described()} beside {owner._described()}"
+            )
+        end_earlier(self.model)
+        self._history, self._has_begun = history, False
         object.__setattr__(self.model, _OWNER, self)
 
-    def remove(self) -> None:
+    def _described(self) -> str:
+        return "options of `fit`"
+
+    def remove(self, failed: bool = False) -> None:
         """Takes off what an earlier `fit` has left on the model."""
 
+    def on_epoch_begin(self, epoch, logs=None):
+        self._has_begun = True
+
     def on_train_end(self, logs=None):
-        vars(self.model).pop(_OWNER, None)
+        if self.model is not None and vars(self.model).get(_OWNER) is self:
+            end_earlier(self.model)
 
     def on_test_begin(self, logs=None):
         if self._session is not None:
@@ -71,15 +93,6 @@ class EndOfGroup(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if self._session is not None:
             self._session.end_group()
-
-
-def _history(model: Any) -> Any:
-    return getattr(model, "history", None)
-
-
-def _given(asked: options.MemoryOptions) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(asked)]
-    return {name: given for name in names if (given := getattr(asked, name))}
 
 
 @contextlib.contextmanager
@@ -91,7 +104,7 @@ def put_first(callbacks, callback):
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         yield [callback, *keras.tree.flatten(callbacks or [])]
         return
-    callback.set_model(callbacks.model)
+    callback.set_model(getattr(callbacks, "model", None))
     callbacks.callbacks.insert(0, callback)
     try:
         yield callbacks
@@ -137,54 +150,43 @@ class MemoryOptions(EndOfGroup):
     def __init__(self, **arguments: Unpack[options.MemoryArguments]) -> None:
         super().__init__()
         self.options = options.MemoryOptions(**arguments)
-        # What is to be done when they end.
-        self._undone = contextlib.ExitStack()
+        # What plans with the first batch, and what it stands for.
+        self._later: tuple[Callable, Any] | None = None
+
+    def _described(self) -> str:
+        names = [field.name for field in dataclasses.fields(self.options)]
+        given = [name for name in names if getattr(self.options, name)]
+        return f"a callback with {', '.join(given)}"
 
     def on_train_begin(self, logs=None):
         if not self.options or self.model is None:
             return
-        owner = vars(self.model).get(_OWNER)
-        asked = self.options
-        if owner is not None and owner._history is _history(self.model):
-            asked = self._with_those_of(owner)
-        end_earlier(self.model)
-        self._asked = asked
-        self._own()
-        remat = asked.remat
-        if asked.memory_budget is not None:
-            if asked.sharding or "sharding" in asked.allow:
+        self._take_over()
+        remat = self.options.remat
+        if self.options.memory_budget is not None:
+            if self.options.sharding or "sharding" in self.options.allow:
                 # It would choose within a step that others take as well.
                 raise ValueError(
                     "`memory_budget` must be given to the `fit` of a "
                     "`kmem.Model` if the model trains in shards: use "
                     "`kmem.wrap(model)`. Received: "
-                    f"sharding={asked.sharding}, allow={asked.allow}"
+                    f"sharding={self.options.sharding}, "
+                    f"allow={self.options.allow}"
                 )
-            check(self.model, asked)
+            check(self.model, self.options)
             # It chooses when the first batch comes.
-            self._begin(BudgetedSession.of(self.model, asked))
+            self._begin(BudgetedSession.of(self.model, self.options))
         elif remat is None:
-            self._begin(Session.of(self.model, asked))
+            self._begin(Session.of(self.model, self.options))
         elif remat.plan is not None:
-            self._begin(planner.session_for(self.model, asked, None))
+            self._begin(planner.session_for(self.model, self.options, None))
         else:
             self._plan_later()
-
-    def _with_those_of(self, owner: EndOfGroup) -> options.MemoryOptions:
-        """These options, and those of a callback before in the same list."""
-        own, others = map(_given, (self.options, owner._asked))
-        if not others or own.keys() & others:
-            raise ValueError(
-                "Memory options must be given in one place, each once: to "
-                "`fit`, or in its callbacks. Received: a callback with "
-                f"{', '.join(own)}, beside other memory options"
-            )
-        return options.MemoryOptions(**others, **own)
 
     def _plan_later(self):
         """A callback learns of the batches' shapes from the first one."""
         model: Any = self.model
-        check(model, self._asked)
+        check(model, self.options)
         replicas = model.distribute_strategy.num_replicas_in_sync
         if model.steps_per_execution != 1 or replicas != 1:
             raise ValueError(
@@ -195,37 +197,30 @@ class MemoryOptions(EndOfGroup):
             )
 
         def first_step(iterator):
-            self._undone.close()
+            self.remove()
             data = next(iterator)
             batch = batches.specs_of(data, examples=True)
-            self._begin(planner.session_for(model, self._asked, batch))
+            self._begin(planner.session_for(model, self.options, batch))
             return model.train_function(iter([data]))
 
-        later = patching.member(model, "train_function", first_step)
-        self._undone.enter_context(later)
+        function = patching.guarded(self, "train_function", first_step)
+        self._later = function, model.train_function
+        model.train_function = function
 
     def _begin(self, session):
         self._session = session
         session.install(guard=True)
-        self._undone.callback(session.remove)
-        model: Any = self.model
-        plain = model.compile
 
-        def compile(*args, **kwargs):
-            end_earlier(model)
-            return plain(*args, **kwargs)
-
-        # It makes other functions, which know nothing of these options.
-        compiling = patching.attribute(model, "compile", compile)
-        self._undone.enter_context(compiling)
-
-    def on_train_end(self, logs=None):
-        super().on_train_end(logs)
-        self.remove()
-
-    def remove(self) -> None:
-        self._undone.close()
-        self._session = None
+    def remove(self, failed: bool = False) -> None:
+        if self._session is not None:
+            self._session.remove(failed)
+        if self._later is not None:
+            model: Any = self.model
+            function, plain = self._later
+            # `compile` may have taken it off already.
+            if model.train_function is function:
+                model.train_function = plain
+        self._session = self._later = None
 
 
 def _of_one(

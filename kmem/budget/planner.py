@@ -288,7 +288,9 @@ def network_of(
     with as_in_a_step(model, options):
         network = measured(recording, costs, mode, verbose)
     if options.remat and options.remat.cpu_offload:
-        seconds = _host_seconds(options.remat.cpu_offload, costs, mode)
+        most = max(network.value_bytes)
+        per_second = options.remat.cpu_offload
+        seconds = _host_seconds(per_second, most, costs, mode)
         network = dataclasses.replace(network, host_seconds=seconds)
     network = _measured_by_first(agreeing.processes(options), network)
     if options.num_parts > 1:
@@ -328,12 +330,14 @@ def _measured_by_first(group: Engine, network: Network) -> Network:
     return dataclasses.replace(network, stages=tuple(stages))
 
 
-def _host_seconds(per_second: Any, costs: Costs, mode: str) -> float:
-    """The time of a byte to host memory and back."""
+def _host_seconds(
+    per_second: Any, num_bytes: int, costs: Costs, mode: str
+) -> float:
+    """The time of a byte to host memory and back, among so many."""
     if mode != "graph":
         raise ValueError(host.NO_GRAPH)
     if per_second is True and costs == "measured":
-        return host.seconds_per_byte()
+        return host.seconds_per_byte(num_bytes)
     return 2 / (BYTES_PER_SECOND if per_second is True else per_second)
 
 

@@ -26,16 +26,19 @@ NO_GRAPH = (
     "Received: a step that is eager, or compiled"
 )
 _HOST = "CPU:0"
-_PROBE_BYTES, _NUM_RUNS = 2**20, 3
+# The largest that is sent to see how long it takes, and how often.
+_MOST_BYTES, _NUM_RUNS = 2**24, 3
 
-# For each graph, tensors that were sent with what came back, in order.
-_came_back: weakref.WeakKeyDictionary[
-    tf.Graph, list[tuple[tf.Tensor, tf.Tensor]]
-] = weakref.WeakKeyDictionary()
+# What was sent: its copy, and its shape; nothing of what stays.
+Sent = tuple[tf.Tensor, tf.Tensor] | None
+# For each graph, names of tensors that were sent with those that came back.
+_came_back: weakref.WeakKeyDictionary[tf.Graph, list[tuple[str, str]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def sent(tensors: list[tf.Tensor]) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """Copies of a graph's tensors in host memory, with their shapes.
+def sent(tensors: list[tf.Tensor]) -> list[Sent]:
+    """Copies of tensors in host memory, but for those of no graph.
 
     Raises:
         ValueError: If there is no graph, or XLA compiles it.
@@ -43,17 +46,18 @@ def sent(tensors: list[tf.Tensor]) -> list[tuple[tf.Tensor, tf.Tensor]]:
     if tf.executing_eagerly() or private_tf.in_xla():
         raise ValueError(NO_GRAPH)
     send = _on_host if _has_gpu() else tf.io.serialize_tensor
-    copies = []
+    copies: list[Sent] = []
     for tensor in tensors:
-        with names.after(tensor):
-            copies.append((send(tensor), tf.shape(tensor)))
+        copy = None
+        if tf.is_symbolic_tensor(tensor):
+            with names.after(tensor):
+                copy = send(tensor), tf.shape(tensor)
+        copies.append(copy)
     return copies
 
 
 def fetched(
-    copies: list[tuple[tf.Tensor, tf.Tensor]],
-    tensors: list[tf.Tensor],
-    gradients: list,
+    copies: list[Sent], tensors: list[tf.Tensor], gradients: list
 ) -> list[tf.Tensor]:
     """What was sent, on the device again once gradients are there.
 
@@ -65,7 +69,11 @@ def fetched(
     if not copies:
         return tensors
     results = []
-    for (copy, shape), tensor in zip(copies, tensors, strict=True):
+    for each, tensor in zip(copies, tensors, strict=True):
+        if each is None:
+            results.append(tensor)
+            continue
+        copy, shape = each
         with names.after(tensor), control.behind(gradients):
             if _has_gpu():
                 # There it waits: a copy between devices does not.
@@ -75,7 +83,8 @@ def fetched(
                 # TensorFlow's graph optimizer goes by shapes.
                 result = tf.reshape(result, shape)
                 result.set_shape(tensor.shape)
-        _came_back.setdefault(tensor.graph, []).append((tensor, result))
+        known = _came_back.setdefault(tensor.graph, [])
+        known.append((tensor.name, result.name))
         results.append(result)
     return results
 
@@ -84,9 +93,11 @@ def read_what_came_back() -> None:
     """Lets what was traced in this graph after a tensor came back read that
     instead of the one that was sent."""
     graph = names.current_graph()
-    came_back = _came_back.pop(graph, []) if graph is not None else []
+    if graph is None or graph not in _came_back:
+        return
     places = {op: place for place, op in enumerate(names.operations())}
-    for tensor, result in reversed(came_back):
+    for pair in reversed(_came_back.pop(graph)):
+        tensor, result = map(graph.get_tensor_by_name, pair)
         before = ordering.ancestors([result.op])
         for reader in tensor.consumers():
             if places[reader] < places[result.op] or reader in before:
@@ -97,20 +108,26 @@ def read_what_came_back() -> None:
 
 
 @functools.cache
-def seconds_per_byte() -> float:
-    """The time that a byte takes to host memory and back, as measured."""
+def seconds_per_byte(num_bytes: int) -> float:
+    """The time that a byte takes to host memory and back, as measured.
+
+    Args:
+        num_bytes: The size of what is sent there: each way takes some time
+            whatever its size.
+    """
+    num_bytes = min(num_bytes, _MOST_BYTES)
 
     @tf.function(autograph=False)
     def there_and_back(tensor):
         (result,) = fetched(sent([tensor]), [tensor], [tensor])
         return result[0]
 
-    tensor, seconds = tf.zeros([_PROBE_BYTES], tf.uint8), []
+    tensor, seconds = tf.zeros([num_bytes], tf.uint8), []
     for _ in range(1 + _NUM_RUNS):
         start = time.perf_counter()
         np.asarray(there_and_back(tensor))
         seconds.append(time.perf_counter() - start)
-    return min(seconds[1:]) / _PROBE_BYTES
+    return min(seconds[1:]) / num_bytes
 
 
 def _on_host(tensor: tf.Tensor) -> tf.Tensor:

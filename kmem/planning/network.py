@@ -271,7 +271,7 @@ class Network:
         for item in reversed(_items(start, stop, segments)):
             if isinstance(item, Segment):
                 if item.on_host:
-                    order += [~value for value in sorted(self.sent(item))]
+                    order += [~value for value in sorted(self.retained(item))]
                 order += self.recomputed(item)
                 self._append_backward(order, item.start, item.stop, item.inner)
             elif item in self.backward_index:
@@ -285,9 +285,17 @@ class Network:
         """The values from before a segment that its recomputation reads."""
         return self._walk(segment)[1]
 
-    def sent(self, segment: Segment) -> set[int]:
-        """What of that may wait in host memory: all but the batch."""
-        return self.retained(segment) - self.inputs
+    @functools.cached_property
+    def num_reads(self) -> np.ndarray:
+        """How many stages before each place read the batch."""
+        reads = [not self.inputs.isdisjoint(s.inputs) for s in self.stages]
+        return np.cumsum([0, *reads])
+
+    def may_wait(self, start: int, stop: int) -> bool:
+        """Whether what enters stages `start` to `stop - 1` may wait in host
+        memory: there is one, and none of them reads the batch, which stays."""
+        is_free = self.num_reads[start] == self.num_reads[stop]
+        return self.host_seconds is not None and bool(is_free)
 
     def _walk(self, segment: Segment) -> tuple[list[int], set[int]]:
         needed: set[int] = set()

@@ -72,6 +72,12 @@ class Plan(drawing.Shown):
                     "them, and such as the network allows. Received: a segment "
                     f"of stages {begin} to {end} within {start} to {stop}"
                 )
+            if segment.on_host and not self.network.may_wait(begin, end):
+                raise ValueError(
+                    "`segments` must not be on a host that the network does "
+                    "not have, nor if they read the batch. Received: a segment "
+                    f"of stages {begin} to {end}"
+                )
             self._check(segment.inner, begin, end)
             start = end
 

@@ -70,6 +70,7 @@ class SlottedLine:
     def __init__(self, line: Line, allowed, limit_bytes: int, num_slots: int):
         self.num_blocks = line.num_blocks
         self._host_seconds = line.network.host_seconds
+        self._num_reads = line.network.num_reads[line.places]
         self.slot_bytes = max(
             line.common_bytes, math.ceil(limit_bytes / num_slots)
         )
@@ -151,8 +152,10 @@ class SlottedLine:
             slot_seconds = np.float32(self._host_seconds * self.slot_bytes)
             again = np.hstack([again, again + slot_seconds * (held - staying)])
             held = np.hstack([held, staying])
-            both = (np.hstack([each] * 2) for each in (stops, waiting, forward))
-            stops, waiting, forward = both
+            reads = self._num_reads[stops] != self._num_reads[firsts]
+            never = np.where(reads, np.int32(NEVER), forward)
+            forward = np.hstack([forward, never])
+            stops, waiting = np.hstack([stops] * 2), np.hstack([waiting] * 2)
         begins = np.maximum(
             least[lasts, stops] + held, least[stops - 1, firsts] + waiting
         )

@@ -48,8 +48,8 @@ def recompute(
             in eager mode. Graphs are looked at as they are made.
         keep_residuals: Whether to keep, in a graph, what is computed from the
             arguments, and run again only what is computed from variables.
-        cpu_offload: Whether the arguments wait in host memory for a gradient
-            that nobody differentiates, in a graph that is not XLA's.
+        cpu_offload: Whether the arguments wait in host memory, in a graph that
+            is not XLA's; they stay for a gradient that is differentiated.
 
     Returns:
         A function with the arguments and results of `fn`. It raises a
@@ -150,11 +150,11 @@ class _Segment:
     # Whether TensorFlow runs the function again, and what is around it.
     repeated = False
 
-    def __init__(self, fn, arguments: Structure, keeps=False, sends=False):
+    def __init__(self, fn, arguments: Structure, keep=False, offload=False):
         self._fn = fn
-        self._keep_residuals = keeps
+        self._keep_residuals = keep
         # Before the first run, which lets go of what only it reads.
-        self._sent = host.sent(arguments.tensors) if sends else []
+        self._sent = host.sent(arguments.tensors) if offload else []
         self._arguments = arguments
         self._ambient = state.ambient()
         self._scopes = names.Scopes()

@@ -203,15 +203,21 @@ def test_every_field_survives(tmp_path):
 
 def hosted_plan():
     network = dataclasses.replace(NETWORK, host_seconds=2.0**-20)
+    second = Segment(2, 4, on_host=True)
+    return make_plan(network=network, segments=(Segment(0, 2), second))
+
+
+def test_the_batch_stays_on_the_device():
+    network = dataclasses.replace(NETWORK, host_seconds=0.0)
     first = Segment(0, 2, on_host=True)
-    return make_plan(
-        network=network, segments=(first, Segment(2, 4, on_host=True))
-    )
+    with pytest.raises(ValueError, match="nor if they read the batch"):
+        make_plan(network=network, segments=(first,))
+    with pytest.raises(ValueError, match="a host that the network does not"):
+        make_plan(segments=(Segment(2, 4, on_host=True),))
 
 
 def test_a_plan_says_what_goes_to_the_host(tmp_path):
     plan = hosted_plan()
-    # Of the first segment that is the batch, which stays.
     assert plan.host_bytes == VALUE_BYTES
     again = make_plan(segments=(Segment(0, 2), Segment(2, 4)))
     sent_seconds = VALUE_BYTES * 2.0**-20

@@ -149,7 +149,7 @@ def best_of_all(network) -> list[tuple[int, float]]:
     plans = _plans(0, len(network.stages))
     plans = [each for each in plans if _is_allowed(allowed, each)]
     if network.host_seconds is not None:
-        plans = [each for plan in plans for each in _on_host(plan)]
+        plans = [each for plan in plans for each in _on_host(network, plan)]
     costs = sorted(cost(network, segments) for segments in plans)
     best: list[tuple[int, float]] = []
     for peak_bytes, seconds in costs:
@@ -171,17 +171,18 @@ def _is_allowed(allowed, segments) -> bool:
     )
 
 
-def _on_host(segments) -> list[tuple[Segment, ...]]:
+def _on_host(network, segments) -> list[tuple[Segment, ...]]:
     """The same plan, with any of its segments on the host."""
     if not segments:
         return [()]
     first, *rest = segments
     firsts = [
         dataclasses.replace(first, inner=inner, on_host=on_host)
-        for inner in _on_host(first.inner)
-        for on_host in (False, True)
+        for inner in _on_host(network, first.inner)
+        for on_host in {False, network.may_wait(first.start, first.stop)}
     ]
-    return [(one, *others) for one in firsts for others in _on_host(rest)]
+    others = _on_host(network, rest)
+    return [(one, *each) for one in firsts for each in others]
 
 
 @functools.cache
