@@ -85,6 +85,20 @@ def test_a_plan_stays_within_its_budget(mode, plain):
     assert max(peaks) <= room
 
 
+def test_what_a_plan_sends_to_host_memory_is_not_on_the_device(plain):
+    expected, plain_peaks = plain("graph")
+    room = int(0.5 * max(plain_peaks))
+    budget = kmem.memory.current(DEVICE) + room
+
+    with accelerator.limited(room):
+        option = kmem.Remat(budget=budget, cpu_offload="1TB")
+        weights, peaks = trained("graph", remat=option)
+
+    difference = accelerator.relative_difference(weights, expected)
+    assert difference < ROUNDING
+    assert max(peaks) <= room
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_budget_is_trained_within_on_a_device_of_that_size(mode, plain):
     plain_peak = max(plain(mode)[1])

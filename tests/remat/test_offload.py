@@ -15,6 +15,7 @@ from keras import layers
 
 import kmem
 from kmem import remat
+from kmem.graph import host
 from kmem.planning.graph import simulate
 
 pytestmark = pytest.mark.usefixtures("native_library")
@@ -216,6 +217,28 @@ def test_a_function_in_ones_own_step_waits_on_the_host():
     assert_equal(*found)
     # Of six inputs the batch is held by who gives it, and one is at work.
     assert taken[1] <= taken[0] - 1.5 * 2048 * 64 * 4
+
+
+def test_on_a_gpu_a_copy_on_the_cpu_waits_for_the_gradient(monkeypatch):
+    """A copy between devices begins as soon as its source is there."""
+    x, found = tf.random.stateless_normal((16, 64), (0, 1)), []
+    for how in ({}, {"cpu_offload": True}):
+        monkeypatch.setattr(host, "_has_gpu", lambda: True)
+        keras.utils.set_random_seed(0)
+        step, got = gradients(Tower(**how), x)
+        found.append([g.numpy() for g in got])
+    assert_equal(*found)
+    ops = step.get_concrete_function(x).graph.get_operations()
+    copies = [
+        op
+        for op in ops
+        if op.type == "Identity" and op.device.endswith("CPU:0")
+    ]
+    waiting = [op for op in copies if op.control_inputs]
+    # Each is sent, and waits there to come back.
+    assert len(waiting) == len(copies) - len(waiting) == 6
+    for op in waiting:
+        assert op.inputs[0].op in copies
 
 
 def test_a_gradient_that_is_differentiated_is_the_same():
