@@ -16,6 +16,7 @@ from keras import layers
 import kmem
 from kmem import remat
 from kmem.graph import host
+from kmem.multilevel import Level
 from kmem.planning.graph import simulate
 
 pytestmark = pytest.mark.usefixtures("native_library")
@@ -278,6 +279,18 @@ def test_a_model_that_runs_otherwise_is_refused(how):
     for option in (plan, kmem.Remat(budget=0.5, cpu_offload=True)):
         with pytest.raises(ValueError, match="XLA does not compile"):
             model.fit(X, Y, ROWS, verbose=0, remat=option)
+
+
+def test_a_level_of_a_program_refuses_it():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    level = Level(
+        model,
+        lambda x: keras.ops.mean(model(x) ** 2),
+        "sgd",
+        remat=kmem.Remat(cpu_offload=True),
+    )
+    with pytest.raises(ValueError, match="of a level must be without `cpu_off"):
+        level.look(tf.zeros((2, 4)))
 
 
 @pytest.mark.parametrize(
