@@ -155,8 +155,12 @@ def test_a_slow_link_is_not_used():
 )
 @pytest.mark.filterwarnings("ignore:Layers whose state")
 def test_it_goes_with_other_options(others):
+    gc.collect()
+    before = kmem.memory.current()
     want, most = trained(**others)
-    budget = int(0.8 * most)
+    gc.collect()
+    # Other tests may have left something.
+    budget = kmem.memory.current() + int(0.8 * (most - before))
     option = kmem.Remat(budget=budget, cpu_offload="1TB")
     got, measured = trained(remat=option, **others)
     assert_equal(got, want)
@@ -272,6 +276,7 @@ def test_without_a_graph_of_tensorflow_s_it_is_refused(jit_compile):
             Tower(cpu_offload=True)(x)
 
 
+@pytest.mark.filterwarnings("ignore:XLA compiled something")
 @pytest.mark.parametrize("how", [{"run_eagerly": True}, {"jit_compile": True}])
 def test_a_model_that_runs_otherwise_is_refused(how):
     plan, model = planned(0.5, "1TB"), made()
