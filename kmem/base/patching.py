@@ -208,6 +208,7 @@ def guarded(session, name: str, function: Callable) -> Callable:
         # Every `fit` has a history of its own.
         if model.history is not history:
             session.remove()
+            # A session that was put on twice does not know it any more.
             if getattr(model, name) is call:
                 setattr(model, name, None)
             getattr(model, f"make_{name}")()

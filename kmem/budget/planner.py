@@ -134,7 +134,8 @@ def session_for(
         ValueError: If the plan is for other batches, if none fits in the
             budget, or if the shapes of the batches are not known.
     """
-    if profiling.mode(model, options) == "xla":
+    mode = profiling.mode(model, options)
+    if mode == "xla":
         control.prefer_little_memory()
     if batch is not None:
         replicas = model.distribute_strategy.num_replicas_in_sync
@@ -145,7 +146,7 @@ def session_for(
     if given is not None:
         plan = given if isinstance(given, Plan) else Plan.load(given)
         _check_batch(plan, options, batch)
-        if plan.host_bytes and profiling.mode(model, options) != "graph":
+        if plan.host_bytes and mode != "graph":
             raise ValueError(host.NO_GRAPH)
         return Session.of(model, options, plan)
     if batch is None:
@@ -288,9 +289,8 @@ def network_of(
     with as_in_a_step(model, options):
         network = measured(recording, costs, mode, verbose)
     if options.remat and options.remat.cpu_offload:
-        most = max(network.value_bytes)
-        per_second = options.remat.cpu_offload
-        seconds = _host_seconds(per_second, most, costs, mode)
+        link = options.remat.cpu_offload
+        seconds = _host_seconds(network, link, costs, mode)
         network = dataclasses.replace(network, host_seconds=seconds)
     network = _measured_by_first(agreeing.processes(options), network)
     if options.num_parts > 1:
@@ -317,7 +317,7 @@ def _measured_by_first(group: Engine, network: Network) -> Network:
     """A network with the measurements of process 0."""
     own = [[getattr(s, name) for name in MEASURED] for s in network.stages]
     own.append([network.host_seconds or 0.0] * len(MEASURED))
-    *first, host = agreeing.of_first(group, np.array(own, "float64"))
+    *first, last = agreeing.of_first(group, np.array(own, "float64"))
     stages = []
     for stage, row in zip(network.stages, first, strict=True):
         numbers = {
@@ -326,19 +326,18 @@ def _measured_by_first(group: Engine, network: Network) -> Network:
         }
         stages.append(dataclasses.replace(stage, **numbers))
     if network.host_seconds is not None:
-        network = dataclasses.replace(network, host_seconds=float(host[0]))
+        network = dataclasses.replace(network, host_seconds=float(last[0]))
     return dataclasses.replace(network, stages=tuple(stages))
 
 
-def _host_seconds(
-    per_second: Any, num_bytes: int, costs: Costs, mode: str
-) -> float:
-    """The time of a byte to host memory and back, among so many."""
+def _host_seconds(network: Network, link: Any, costs: Costs, mode: str):
+    """The time of a byte to host memory and back, over a link as `Remat` has
+    it; measured with as many as the largest value has."""
     if mode != "graph":
         raise ValueError(host.NO_GRAPH)
-    if per_second is True and costs == "measured":
-        return host.seconds_per_byte(num_bytes)
-    return 2 / (BYTES_PER_SECOND if per_second is True else per_second)
+    if link is True and costs == "measured":
+        return host.seconds_per_byte(max(network.value_bytes))
+    return 2 / (BYTES_PER_SECOND if link is True else link)
 
 
 def in_use_bytes(model: keras.Model, batch, options: MemoryOptions) -> int:

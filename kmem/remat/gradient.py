@@ -129,7 +129,8 @@ def why_not_recomputable(fn: Callable, *args, **kwargs) -> str | None:
 
 
 def is_running() -> bool:
-    """Whether a function runs that is recomputed."""
+    """Whether a function runs that is recomputed, for the first time or the
+    second."""
     return bool(_running.get())
 
 
@@ -284,10 +285,9 @@ class _Segment:
             return find(upstream, tensors, values)
 
         def find_dense(upstream, tensors, values):
-            of_sources = find(upstream, tensors, values)
             return [
                 None if g is None else tf.convert_to_tensor(g)
-                for g in of_sources
+                for g in find(upstream, tensors, values)
             ]
 
         # Somebody differentiates it: that is done by running it again, too.
@@ -337,8 +337,8 @@ class _Segment:
             first = uses.computed(self._first, given)
             again = uses.computed(second, [*tensors, *_seeds(delayed)])
             uses.keep_residuals(first, again, gradient)
-        # Nobody may want those of the inputs, such as that of a batch.
         of_inputs = control.before(of_variables, of_inputs)
+        # Nobody may want those of the inputs, such as that of a batch.
         results = control.kept(readers, [*of_variables, *of_inputs])
         count = len(of_variables)
         return [*results[count:], *results[:count]]
