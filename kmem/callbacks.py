@@ -55,11 +55,8 @@ class EndOfGroup(keras.callbacks.Callback):
             self._take_over()
 
     def _take_over(self) -> None:
-        """Becomes the one under whose options the model trains.
-
-        Raises:
-            ValueError: If another one has in this `fit`.
-        """
+        """Becomes the one under whose options the model trains; refused if
+        another one has in this `fit`."""
         history = getattr(self.model, "history", None)
         owner = vars(self.model).get(_OWNER, self)
         is_other = owner is not self and owner._history is history

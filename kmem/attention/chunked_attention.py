@@ -122,29 +122,21 @@ class ChunkedAttention(Mechanism):
         use_causal_mask=False,
     ):
         """Stands for what multiplies masks out."""
-
-        def whole():
-            return compute(
-                *(query, value, query_mask, value_mask, key_mask),
-                *(attention_mask, use_causal_mask),
-            )
-
+        given = query_mask, value_mask, key_mask, attention_mask
+        causal = use_causal_mask
+        whole = functools.partial(compute, query, value, *given, causal)
         if private_keras.sliding_window(layer) is not None:
             return whole()
-        given = (
-            (query_mask, (slice(None), slice(None), None)),
-            (value_mask, (slice(None), None)),
-            (key_mask, (slice(None), None)),
-            (attention_mask, (slice(None),)),
-        )
+        every = slice(None)
+        places = (every, every, None), (every, None), (every, None), (every,)
         parts = tuple(
             tf.cast(mask, tf.bool)[axes]
-            for mask, axes in given
+            for mask, axes in zip(given, places, strict=True)
             if mask is not None
         )
-        if not parts and not use_causal_mask:
+        if not parts and not causal:
             return None
-        return _Mask(parts, use_causal_mask, whole)
+        return _Mask(parts, causal, whole)
 
     def _computing(
         self,

@@ -138,11 +138,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Gives the library's functions their signatures.
-
-    Raises:
-        OSError: If it lacks one, or has a struct of another size.
-    """
+    """Gives the library's functions their signatures; an `OSError` if it lacks
+    one, or has a struct of another size."""
     for name, (result, *arguments) in _SIGNATURES.items():
         try:
             function = getattr(library, name)

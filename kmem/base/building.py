@@ -52,11 +52,8 @@ def sources_folder() -> pathlib.Path:
 
 
 def find_compiler() -> list[str] | None:
-    """The command that compiles C++: `$CXX`, else the first one found.
-
-    Raises:
-        NativeLibraryError: If `$CXX` is no command line.
-    """
+    """The command that compiles C++: `$CXX`, which must be a command line, else
+    the first one found."""
     given = os.environ.get("CXX", "")
     if given.strip():
         try:
@@ -80,18 +77,9 @@ def find_library() -> pathlib.Path | None:
 
 
 def build(force: bool = False) -> pathlib.Path:
-    """Compiles the library unless it is there.
-
-    Args:
-        force: Compile even if the library is there already.
-
-    Returns:
-        The path of the library.
-
-    Raises:
-        NativeLibraryError: If there is no compiler, if it fails, or if the
-            cache folder cannot be used.
-    """
+    """Compiles the library unless it is there, or in any case by `force`, and
+    returns its path. Raises `NativeLibraryError` if there is no compiler, if it
+    fails, or if the cache folder cannot be used."""
     built = find_library()
     if built and not force:
         return built
@@ -117,14 +105,8 @@ def build(force: bool = False) -> pathlib.Path:
 
 
 def build_for_wheel(package: pathlib.Path) -> pathlib.Path:
-    """Adds the library for the TensorFlow that is installed to a wheel.
-
-    Args:
-        package: The folder `kmem` of the wheel, unpacked.
-
-    Returns:
-        The path of the library, in that folder.
-    """
+    """Adds the library for the TensorFlow that is installed to a wheel's folder
+    `kmem`, unpacked, and returns its path there."""
     path = package / "custom_ops" / _BROUGHT / _wheel_name()
     path.parent.mkdir(exist_ok=True)
     return pathlib.Path(shutil.copyfile(build(), path))

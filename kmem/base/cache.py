@@ -25,11 +25,7 @@ def files() -> list[pathlib.Path]:
 
 
 def clear() -> None:
-    """Removes what is kept. A library that is in use stays with its process.
-
-    Raises:
-        OSError: If others could write to the folder, or it cannot be changed.
-    """
+    """Removes what is kept. A library that is in use stays with its process."""
     if folder().exists():
         check_private(folder())
     for path in files():
@@ -39,11 +35,7 @@ def clear() -> None:
 
 
 def make_private(path: pathlib.Path) -> None:
-    """Makes a folder that only the user can use, unless it is there.
-
-    Raises:
-        OSError: If it cannot be made, or if others could write to it.
-    """
+    """Makes a folder that only the user can use, unless it is there."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -71,11 +63,7 @@ def appearing(path: pathlib.Path, part: str = "") -> Iterator[pathlib.Path]:
 
 
 def check_private(path: pathlib.Path) -> None:
-    """Checks that nobody else could have put something into a folder.
-
-    Raises:
-        OSError: If somebody could have, or if there is no such folder.
-    """
+    """Checks that nobody else could have put something into a folder."""
     status = path.stat()
     if not stat.S_ISDIR(status.st_mode):
         problem = "is not a folder"

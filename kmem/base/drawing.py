@@ -69,10 +69,10 @@ def pattern(kind: str) -> dict[str, Any]:
     return {"color": color, "hatch": 2 * hatch, "edgecolor": "black"}
 
 
-def mark_budget(line: Callable, num_bytes: int, unit: float, **style) -> None:
+def mark_budget(line: Callable, num_bytes: int, unit: float) -> None:
     """Draws a budget by `axhline` or `axvline`."""
     label = f"budget: {format_size(num_bytes)}"
-    style = {"color": "black", "linestyle": "--", "linewidth": 1, **style}
+    style = {"color": "black", "linestyle": "--", "linewidth": 1}
     line(num_bytes / unit, **style, label=label)
 
 

@@ -68,12 +68,8 @@ def library() -> ctypes.CDLL:
 
 
 def allocator() -> ctypes.CDLL:
-    """Returns the library, with its allocator in place.
-
-    Raises:
-        NativeLibraryError: If the allocator is not in place and can no
-            longer be put there, or if the library cannot be built.
-    """
+    """Returns the library, with its allocator in place; an error if it is not,
+    and it is too late, or if the library cannot be built."""
     if not _state.registered:
         was_built = find_library() is not None
         if not _register(build()):
@@ -93,11 +89,8 @@ def allocator() -> ctypes.CDLL:
 
 
 def stats(device: int = 0) -> bindings.Stats:
-    """The counters of a device's allocator now.
-
-    Args:
-        device: 0 is the CPU, i + 1 is GPU i.
-    """
+    """The counters of a device's allocator now: 0 is the CPU, i + 1 is GPU
+    i."""
     counters = bindings.Stats()
     allocator().kmem_stats(device, ctypes.byref(counters))
     return counters

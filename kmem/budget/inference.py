@@ -305,16 +305,8 @@ class BudgetedInference:
         )
 
     def _check(self, bucket: _Bucket, examples: Any, others: int) -> None:
-        """Checks that parts give what a whole batch does.
-
-        Args:
-            bucket: What was chosen.
-            examples: Some to compute; random data by default.
-            others: What else is in memory.
-
-        Raises:
-            ImpossibleBudget: If they do not.
-        """
+        """Refuses, by an `ImpossibleBudget`, parts that do not give what a
+        whole batch does: tried with some examples, or random data."""
         kind, batch = bucket.kind, bucket.batch
         rows = batches.num_rows(batch) or 1
         num_compared = min(COMPARED, rows)

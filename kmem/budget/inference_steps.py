@@ -41,12 +41,7 @@ _ROUNDING, _ROUNDING_IN_16_BITS = 1e-3, 5e-2
 
 
 class InferenceSteps:
-    """A model's steps, for batches of any size.
-
-    Args:
-        model: The model.
-        steps: By kind, what takes a step with a batch: `"test"`, `"predict"`.
-    """
+    """A model's steps, `"test"` and `"predict"`, for batches of any size."""
 
     def __init__(self, model: keras.Model, steps: Mapping[str, Callable]):
         self._model: Any = model
@@ -62,15 +57,8 @@ class InferenceSteps:
     def needed_bytes(
         self, kind: str, batch: Any, rows: int, count: int
     ) -> int | None:
-        """What a step takes besides what is in memory; `None` if it ran out
-        of memory.
-
-        Args:
-            kind: `"test"` or `"predict"`.
-            batch: A batch, as `tf.TensorSpec`s.
-            rows: How many examples of such a batch the step gets.
-            count: In how many parts.
-        """
+        """What a step takes besides what is in memory, with so many rows of a
+        batch (`tf.TensorSpec`s); `None` if it ran out of memory."""
         before = memory.current()
         data = batches.random_data(batches.with_rows(batch, rows))
         measured = dry_run.measured(
@@ -170,13 +158,7 @@ class _Changes(undoing.Changes):
 
 
 class EvaluationStep:
-    """A model's own `test_step`, which gets a batch in parts.
-
-    Args:
-        model: A compiled model.
-        test_step: Takes a batch, returns logs.
-        num_parts: In how many parts.
-    """
+    """A model's own `test_step`, which gets a batch in parts."""
 
     def __init__(self, model: keras.Model, test_step: Callable, num_parts: int):
         self._model = model

@@ -240,7 +240,7 @@ class _Trial:
 
         It must be this trial that has run last.
         """
-        session: Any = device.latest()
+        session: Any = device.DeviceSession.latest
         programs = []
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "step.log"
@@ -277,7 +277,7 @@ class _Trial:
         tried: set[str] = set()
         # As `fit` does. Another heuristic is chosen where one has failed.
         while self.error and not self._plainly and options.heuristic == AUTO:
-            session: Any = device.latest()
+            session: Any = device.DeviceSession.latest
             if session.heuristic in tried:
                 break
             tried.add(session.heuristic)
@@ -306,7 +306,7 @@ class _Trial:
         peak_bytes = pool.peak_chunks if pool else usage.peak_bytes
         self.peaks[index] = max(self.peaks[index], peak_bytes)
         self._num_steps += model.steps_per_execution
-        session = device.latest()
+        session = device.DeviceSession.latest
         if session is not None and not self._plainly:
             self._statistics = session.statistics()
 

@@ -98,14 +98,9 @@ class BudgetedSession:
         return session
 
     def prepare(self, batch, spec, reserved_bytes: int, reused: bool):
-        """Chooses for `fit`, before its input pipeline runs beside.
-
-        Args:
-            batch: Its first batch, of all replicas, as `tf.TensorSpec`s.
-            spec: What its graph knows of all of them.
-            reserved_bytes: What the device will hold besides.
-            reused: Whether the search's traces may be used.
-        """
+        """Chooses for `fit`, before its input pipeline runs beside. The batch
+        is that of all replicas, as `tf.TensorSpec`s; the search's traces may
+        be `reused`."""
         batch = batches.part_of(batch, self._num_replicas)
         if self._covering(batch) is None:
             self._spec = spec
@@ -251,7 +246,7 @@ class BudgetedSession:
                 self.model,
                 self._options,
                 batch,
-                agreeing.lowest(self._group, room),
+                -agreeing.highest(self._group, -room),
                 reserved_bytes + self._less,
                 self._verbose,
                 self._spec if self._num_replicas == 1 else None,

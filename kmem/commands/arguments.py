@@ -127,12 +127,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def load_model(args: argparse.Namespace) -> "tuple[keras.Model, Any]":
-    """The model, and its batch as `tf.TensorSpec`s.
-
-    Raises:
-        WrongArgumentError: If the file is no model that Keras alone can load,
-            or if the batch's shape cannot be told.
-    """
+    """The model, and its batch as `tf.TensorSpec`s, if Keras alone can load the
+    file and tell the batch's shape."""
     import keras
 
     try:

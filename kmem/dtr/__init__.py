@@ -140,5 +140,5 @@ def statistics() -> Statistics | None:
     A session is what runs from `enable` to `disable`, in a `scope`, or under
     a `fit(dtr=...)`. `None` if there was none.
     """
-    session = device.latest()
+    session = device.DeviceSession.latest
     return session.statistics() if session else None

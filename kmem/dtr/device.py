@@ -161,11 +161,7 @@ class DeviceSession:
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Writes what runs on the device to a file.
-
-        Raises:
-            OSError: If the file cannot be written.
-        """
+        """Writes what runs on the device to a file."""
         begin = self._library.kmem_dtr_begin_trace
         if not begin(self._native, os.fsencode(path)):
             raise OSError(f"The trace cannot be written to {path}.")
@@ -188,11 +184,6 @@ class DeviceSession:
             pinned_bytes=found.pinned_bytes,
             heuristic=self.heuristic,
         )
-
-
-def latest() -> DeviceSession | None:
-    """The session that was last on the device."""
-    return DeviceSession.latest
 
 
 _in_use = threading.Lock()

@@ -65,10 +65,8 @@ def _least_threshold(fails: int, step) -> int | None:
 
 
 def _sufficient(step, threshold: int, margin: float = 0.0) -> int | None:
-    """A threshold from this one on that need not be raised, if there is one.
-
-    It is made larger by a margin before each try.
-    """
+    """A threshold from this one on, larger by a margin in each try, that need
+    not be raised, if there is one."""
     for _ in range(_MOST_RAISED):
         tried = round(threshold * (1 + margin))
         raised = _raised(step, tried)

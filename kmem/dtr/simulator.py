@@ -139,12 +139,8 @@ def simulate(
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a step is expected to take; infinite if it cannot run.
-
-    Attributes:
-        more_seconds: How much longer it takes than without a threshold.
-        peak_bytes: The device's peak.
-    """
+    """What a step is expected to take, in seconds more than without a threshold
+    and as the device's peak; infinite if it cannot run."""
 
     more_seconds: float
     peak_bytes: float

@@ -207,13 +207,8 @@ def first_examples(arguments: Mapping[str, Any], count: int) -> Any:
 
 
 def held_bytes(arguments: Mapping[str, Any], batch) -> int:
-    """What Keras holds for the arguments of `fit`.
-
-    It copies arrays whole, and has a few batches ready.
-
-    Args:
-        batch: One of its batches, as tensors or `tf.TensorSpec`s.
-    """
+    """What Keras holds for the arguments of `fit`: it copies arrays whole, and
+    has a few batches ready, of which one is given."""
     if tf.config.list_logical_devices("GPU"):
         return 0
     names = ("x", "y", "sample_weight", "validation_data")
@@ -232,11 +227,7 @@ def ready_bytes(batch, count: int = BATCHES_READY) -> int:
 
 
 def in_hand_bytes(batch) -> int:
-    """What of a batch is on the device by now.
-
-    Args:
-        batch: What a step is given: tensors, or arrays of the host.
-    """
+    """What of a batch, as tensors or arrays, is on the device by now."""
     kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
     return sum(
         batches.num_bytes(leaf)

@@ -151,13 +151,8 @@ def check_inference(
 def check_batch(
     arguments: MutableMapping[str, Any], options: MemoryOptions
 ) -> None:
-    """Checks what `fit` is given against the options, before it starts.
-
-    Raises:
-        ValueError: If batches are known to have fewer rows than micro-batches
-            are asked for, or have no shape to plan for; if a callback cannot
-            be used in shards.
-    """
+    """Checks what `fit` is given against the options, before it starts: its
+    batches, as far as they are known, and its callbacks."""
     for name in ("remat", "memory_budget"):
         if getattr(options, name) is not None:
             _check_is_dense(arguments, name)

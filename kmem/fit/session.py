@@ -379,10 +379,8 @@ def _made_at_once(make: Callable, **arguments):
 
 
 def compiled_state(model) -> tuple:
-    """What a traced step depends on, compared by identity.
-
-    `compile` makes a new tracker of the loss.
-    """
+    """What a traced step depends on, compared by identity: `compile` makes a
+    new tracker of the loss."""
     return (
         model.optimizer,
         private_keras.loss_tracker(model),

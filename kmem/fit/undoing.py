@@ -65,12 +65,8 @@ class Reader:
 
 
 class State:
-    """What steps change, as it is now, kept outside of the device.
-
-    Args:
-        variables: What they may change, or what reads that.
-        metrics: Those that may make variables of their own.
-    """
+    """What steps change, as it is now, kept outside of the device: variables,
+    or what reads them, and metrics that may make variables of their own."""
 
     def __init__(self, variables: list | Reader, metrics: list):
         if isinstance(variables, Reader):
@@ -86,10 +82,8 @@ class State:
             self._values += [(v, v.numpy()) for v in variables]
 
     def restore(self) -> None:
-        """Gives it back.
-
-        That takes memory as well, which may be short for a moment.
-        """
+        """Gives it back. That takes memory as well, which may be short for a
+        moment."""
         for _ in range(_RESTORE_ATTEMPTS - 1):
             try:
                 return self._restore()

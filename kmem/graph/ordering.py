@@ -213,11 +213,8 @@ class Order:
     def append(
         self, part: list[tf.Operation], before: list[tf.Operation]
     ) -> list[tf.Operation]:
-        """Makes a part of the last stage wait for operations.
-
-        Returns:
-            What to wait for then.
-        """
+        """Makes a part of the last stage wait for operations; returns what to
+        wait for then."""
         members, last = set(part), dict.fromkeys(part)
         for op in part:
             sources = [tensor.op for tensor in op.inputs]

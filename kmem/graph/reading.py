@@ -154,11 +154,8 @@ class _Reader:
         return list(range(self._num_values - count, self._num_values))
 
     def _inline(self, graph, arguments: list[int], waits: list[int]):
-        """Adds a graph's nodes.
-
-        Returns:
-            The values of its results, and the nodes that change variables.
-        """
+        """Adds a graph's nodes; returns the values of its results, and the
+        nodes that change variables."""
         values: dict = {}
         for tensor, value in zip(graph.inputs, arguments, strict=True):
             values[tensor.op, 0] = value

@@ -71,14 +71,8 @@ def visible_gpus(environment: MutableMapping[str, str]) -> list[str] | None:
 
 
 class Cluster:
-    """What a TF_CONFIG says.
-
-    Attributes:
-        jobs: The addresses of the tasks of each kind.
-
-    Raises:
-        ValueError: If it is not a TF_CONFIG.
-    """
+    """What a TF_CONFIG says; `jobs` are the addresses of the tasks of each
+    kind. A `ValueError` if it is none."""
 
     def __init__(self, config: str):
         self._config = config

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base.checks import is_integer
 from kmem.base.checks import is_real
 from kmem.base.checks import must_be
 from kmem.base.private_keras import loss as keras_loss
@@ -86,6 +87,8 @@ class LinearCrossEntropy:
         must_be(is_cap, soft_cap, "soft_cap", "a positive number, or None")
         is_factor = z_loss == 0 or is_real(z_loss, 0, 1e30)
         must_be(is_factor, z_loss, "z_loss", "0 or a positive number")
+        is_label = ignore_class is None or is_integer(ignore_class)
+        must_be(is_label, ignore_class, "ignore_class", "an integer, or None")
         self._reduction: Any = None if reduction == "none" else reduction
         self._ignore_class = ignore_class
         self._transposed = transposed
@@ -125,7 +128,7 @@ class LinearCrossEntropy:
 
         Raises:
             ValueError: If the last axes of `hidden` and `weight` are not
-                known, or do not fit.
+                known, or a shape does not fit.
         """
         mask = mask_of(hidden) if mask is None else mask
         hidden = tf.convert_to_tensor(hidden)
@@ -133,16 +136,23 @@ class LinearCrossEntropy:
         biases = [] if bias is None else [tf.convert_to_tensor(bias)]
         dtype = keras.backend.standardize_dtype(hidden.dtype)
         shape = weight.shape[::-1] if self._transposed else weight.shape
-        features, classes = shape
-        form = self._form(classes, bias is not None, compute_dtype=dtype)
-        if hidden.shape[-1] is None or hidden.shape[-1] != features:
+        last = hidden.shape[-1] if hidden.shape.rank else None
+        if shape.rank != 2 or last is None or last != shape[0]:
             raise ValueError(
                 "`weight` must be (features, classes), or with "
                 "`transposed=True` (classes, features), for hidden states "
                 f"(..., features). Received: shapes {weight.shape} and "
                 f"{hidden.shape}, transposed={self._transposed}"
             )
+        features, classes = shape
+        form = self._form(classes, bias is not None, compute_dtype=dtype)
         labels = tf.cast(tf.convert_to_tensor(labels), tf.int64)
+        lead = hidden.shape[:-1]
+        _check_shape("labels", labels, lead, [*lead, 1])
+        for each in biases:
+            _check_shape("bias", each, [classes])
+        if mask is not None:
+            _check_shape("mask", tf.convert_to_tensor(mask), lead)
         labels = tf.reshape(labels, tf.shape(hidden)[:-1])
         if self._ignore_class is not None:
             counts = tf.not_equal(labels, self._ignore_class)
@@ -163,3 +173,11 @@ class LinearCrossEntropy:
             losses = chunks.token_losses(tokens, [weight, *biases], form)
             return tf.reshape(losses, tf.shape(hidden)[:-1])
         return chunks.weighted_sum(tokens, [weight, *biases], form)[0]
+
+
+def _check_shape(name: str, tensor: tf.Tensor, *shapes: Any) -> None:
+    if not any(tensor.shape.is_compatible_with(shape) for shape in shapes):
+        known = " or ".join(str(tf.TensorShape(shape)) for shape in shapes)
+        raise ValueError(
+            f"`{name}` must have the shape {known}. Received: {tensor.shape}"
+        )

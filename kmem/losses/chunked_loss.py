@@ -41,11 +41,7 @@ _WRAPPED_CALL = keras.losses.SparseCategoricalCrossentropy.call
 
 
 def check(model: keras.Model) -> None:
-    """Checks whether a model's loss can be computed in chunks.
-
-    Raises:
-        ValueError: If it cannot.
-    """
+    """Checks whether a model's loss can be computed in chunks."""
     head = heads.of(model)
     flat = keras.tree.flatten(model.loss)
     if len(flat) != 1:

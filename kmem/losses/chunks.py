@@ -112,9 +112,7 @@ def weighted_sum(
 
         def gradient(upstream, *_):
             scale = largest * tf.cast(upstream, largest.dtype)
-            return once_differentiable(
-                sums.scaled(scale), [hidden, *weights], "cross-entropy"
-            )
+            return sums.gradient(scale, [hidden, *weights])
 
         return (sums.loss * largest, *found), gradient
 
@@ -126,10 +124,8 @@ def weighted_sum(
 def token_losses(
     tokens: Tokens, weights: Sequence[tf.Tensor], form: Form
 ) -> tf.Tensor:
-    """The loss of each token, `(tokens,)`, times its coefficient.
-
-    Its gradient computes the logits again.
-    """
+    """The loss of each token, `(tokens,)`, times its coefficient. Its gradient
+    computes the logits again."""
 
     @tf.custom_gradient
     def compute(hidden, *weights):
@@ -143,11 +139,8 @@ def token_losses(
                 * tf.cast(upstream, given.coefficients.dtype),
             )
             sums, _ = _run(weighted, weights, form, (), True)
-            return once_differentiable(
-                sums.scaled(tf.ones([], form.loss_dtype)),
-                [hidden, *weights],
-                "cross-entropy",
-            )
+            one = tf.ones([], form.loss_dtype)
+            return sums.gradient(one, [hidden, *weights])
 
         return sums.losses, gradient
 
@@ -203,14 +196,14 @@ class _Sums:
     loss: tf.Tensor
     losses: tf.Tensor
     gradients: list[tf.Tensor]
-    dtypes: list
 
-    def scaled(self, scale) -> list[tf.Tensor]:
-        """The gradients, times a scalar, in the dtypes of what was given."""
-        return [
-            tf.cast(tf.cast(g, scale.dtype) * scale, dtype)
-            for g, dtype in zip(self.gradients, self.dtypes, strict=True)
+    def gradient(self, scale: tf.Tensor, sources: list) -> list[tf.Tensor]:
+        """The gradients, times a scalar, in the dtypes of the sources."""
+        scaled = [
+            tf.cast(tf.cast(g, scale.dtype) * scale, source.dtype)
+            for g, source in zip(self.gradients, sources, strict=True)
         ]
+        return once_differentiable(scaled, sources, "cross-entropy")
 
 
 def _run(
@@ -312,8 +305,7 @@ def _run(
     )
     losses, *found = (column.concat()[:num_tokens] for column in columns)
     gradients = [each.concat()[:num_tokens] for each in states] + sums
-    dtypes = [tokens.hidden.dtype, *(each.dtype for each in weights)]
-    return _Sums(total, losses, gradients, dtypes if gradients else []), found
+    return _Sums(total, losses, gradients), found
 
 
 def _with_product(left, right, *, total, count: int):

@@ -137,11 +137,8 @@ class Head:
 
 
 def of(model: keras.Model) -> Head:
-    """Finds a model's head.
-
-    Raises:
-        ValueError: If there is none that can be computed in chunks.
-    """
+    """Finds a model's head; a `ValueError` if there is none that can be
+    computed in chunks."""
     functional = private_keras.functional_of(model)
     if functional is None:
         raise ValueError(

@@ -26,6 +26,7 @@ from kmem.multilevel.loss import assign
 from kmem.multilevel.loss import read
 from kmem.multilevel.workers import OneProcess
 from kmem.multilevel.workers import mean_over_replicas
+from kmem.options import MemoryOptions
 from kmem.step.parts import Parts
 
 Tensors = list[tf.Tensor]
@@ -44,16 +45,12 @@ class _Local(threading.local):
 class Derivatives:
     """The derivatives of one level's loss.
 
-    Args:
-        num_parts: The micro-batches in which a batch is computed.
-        ordered: Whether a backward pass is kept from running ahead, which is
-            done anyway if there are several micro-batches.
-
     Attributes:
         workers: The processes that compute a batch together.
     """
 
     # What a `Level` has, and describes.
+    options: MemoryOptions
     optimizer: Any
     variables: list
     state: list
@@ -64,15 +61,18 @@ class Derivatives:
     look_once: Callable[[Any], None]
     clipped: Callable[[Tensors], Tensors]
 
-    def __init__(self, name: str, num_parts: int, ordered: bool):
+    def __init__(self, name: str):
         self.name = name
         self.workers = OneProcess()
         # Of the model that its steps start from, if any.
         self.start_variables: list = []
-        self._num_parts = num_parts
-        self._ordered = ordered or num_parts > 1
         self._is_idle = False
         self._local = _Local()
+
+    @property
+    def _num_parts(self) -> int:
+        """The micro-batches of all batches of an update."""
+        return self.options.num_parts * self.options.num_batches
 
     @property
     def steps(self) -> list:
@@ -300,7 +300,7 @@ class Derivatives:
         self, gradients: Tensors, differentiated: bool = False
     ) -> None:
         """Orders the backward pass, where memory is to be saved."""
-        if self._ordered:
+        if self.options.remat is not None or self._num_parts > 1:
             ordering.hold_back(gradients, differentiated)
 
     def _dense(

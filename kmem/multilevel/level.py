@@ -128,17 +128,13 @@ class Level(Derivatives):
         self.start: keras.Model | None = None
         # The names of what it gives for the logs, as far as is known.
         self.logged: tuple[str, ...] = ("loss",)
-        self.options = MemoryOptions(
+        self.options = self.given_options = MemoryOptions(
             microbatches=microbatches,
             gradient_accumulation_steps=gradient_accumulation_steps,
             mixed_precision=mixed_precision,
             remat=remat,
         )
-        super().__init__(
-            name or model.name,
-            num_parts=self.options.num_parts * self.num_batches,
-            ordered=remat is not None,
-        )
+        super().__init__(name or model.name)
         if self.kept_steps:
             updates.check(self, type(self.hypergradient).__name__)
         if start is not None:
@@ -146,6 +142,8 @@ class Level(Derivatives):
         # Those that its loss may call; the program knows them all.
         self.models = [model]
         self.plan: LevelPlan | None = None
+        # Whether its loss calls one of them, which a plan is for.
+        self.calls_model = False
         self._looked: losses.Looking | None = None
 
     def _set_start(self, start: keras.Model) -> None:
@@ -236,7 +234,7 @@ class Level(Derivatives):
         # Its steps read what they start from.
         start = self.start.weights if self.start else []
         looking.read |= {id(variable): variable for variable in start}
-        self._looked = looking
+        self._looked, self.calls_model = looking, len(calls) > 0
         remat = self.options.remat
         if remat is not None:
             self.plan = LevelPlan(self.name, calls, remat, self._mixed, mode)

@@ -119,13 +119,39 @@ class LevelPlan:
         """Chooses what is recomputed, where that is not given.
 
         Args:
+            measure: As in `find`.
+            reserved: Likewise.
+
+        Raises:
+            ValueError: If no plan stays within the budget.
+        """
+        try:
+            self.find(measure, reserved)
+        except InfeasibleBudget as error:
+            raise ValueError(
+                f"`remat` of the level '{self._level_name}' must be a budget "
+                "that its passes can stay within, with everything else that is "
+                "in memory. The smallest that is known to be enough is "
+                f"{error.smallest_bytes} bytes "
+                f"({format_size(error.smallest_bytes)}); `microbatches` make "
+                f"it smaller. Received: remat={self._remat.budget!r}"
+            ) from error
+
+    def find(
+        self,
+        measure: Callable[[], dry_run.Measurement | None] | None,
+        reserved: int,
+    ) -> None:
+        """Finds a plan within the budget, and follows it from now on.
+
+        Args:
             measure: Runs what follows the plan, and tells what it took, or
                 `None` if that ran out of memory. Without it, the drawing of a
                 single forward and backward pass has to do.
             reserved: Bytes of the budget that are not to be used.
 
         Raises:
-            ValueError: If no plan stays within the budget.
+            InfeasibleBudget: If no plan stays within the budget.
         """
         in_use = 0
         if self.has_budget and memory.is_counted():
@@ -139,17 +165,7 @@ class LevelPlan:
         if measure is not None:
             learned, run = _as_measured(self._chooser, follow, in_use), follow
         corrector = Corrector(learned, self._inputs, self._mode, in_use, run)
-        try:
-            plan = corrector.plan(self._remat.budget, reserved)
-        except InfeasibleBudget as error:
-            raise ValueError(
-                f"`remat` of the level '{self._level_name}' must be a budget "
-                "that its passes can stay within, with everything else that is "
-                "in memory. The smallest that is known to be enough is "
-                f"{error.smallest_bytes} bytes "
-                f"({format_size(error.smallest_bytes)}); `microbatches` make "
-                f"it smaller. Received: remat={self._remat.budget!r}"
-            ) from error
+        plan = corrector.plan(self._remat.budget, reserved)
         self._segments = plan.segments
 
 
@@ -171,7 +187,7 @@ def plan_within_budgets(program: keras.Model, structure, element) -> None:
             continue
         if memory.is_counted():
             level.plan.choose(
-                lambda level=level: measure(program, structure, level, element),
+                lambda each=level: measure(program, structure, [each], element),
                 reserved,
             )
         else:
@@ -179,21 +195,23 @@ def plan_within_budgets(program: keras.Model, structure, element) -> None:
             level.plan.choose(reserved=reserved + batches.num_bytes(held))
 
 
-def measure(program, structure, level, element) -> dry_run.Measurement | None:
-    """Runs steps in which only one level computes, and leaves no trace.
+def measure(
+    program, structure, levels: list, element
+) -> dry_run.Measurement | None:
+    """Runs steps in which only some levels compute, and leaves no trace.
 
     `None` if they ran out of memory; see `plan_within_budgets`.
     """
     state = _state(program, structure)
     undone = undoing.unchanged(state, program.metrics)
-    training = _alone(program, structure, level)
+    training = _alone(program, structure, levels)
     return dry_run.dry_run(program, element, undone, training)
 
 
 @contextlib.contextmanager
-def _alone(program, structure, level) -> Iterator[None]:
-    """Within, the program trains one of its levels."""
-    others = [x for x in structure.levels if x is not level]
+def _alone(program, structure, levels: list) -> Iterator[None]:
+    """Within, the program trains some of its levels."""
+    others = [x for x in structure.levels if x not in levels]
     trained = member(program, "train_function", None)
     with trained, together(x.idle() for x in others):
         program.make_train_function()

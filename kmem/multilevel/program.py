@@ -14,9 +14,11 @@ from kmem import memory
 from kmem.base.checks import must_be
 from kmem.base.patching import member
 from kmem.base.sizes import format_size
+from kmem.budget.inference import budget_bytes
 from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.keras_graph import profiling
+from kmem.multilevel import choosing
 from kmem.multilevel import feeding
 from kmem.multilevel import level_plan
 from kmem.multilevel import logs
@@ -129,7 +131,12 @@ class Program(keras.Model):
             run_eagerly=run_eagerly,
         )
 
-    def prepare(self, data: dict[str, Any]) -> None:
+    def prepare(
+        self,
+        data: dict[str, Any],
+        memory_budget: int | float | str | None = None,
+        verbose: int = 0,
+    ) -> None:
         """Builds the levels, finds out which one reads which, and plans them.
 
         `fit` does so by itself. Plans are made anew for other batches, and
@@ -137,27 +144,42 @@ class Program(keras.Model):
 
         Args:
             data: For each level's name, its `tf.data.Dataset` or a batch.
+            memory_budget: As in `fit`.
+            verbose: 1 prints what is chosen for the budget.
 
         Raises:
             ValueError: If a level cannot be trained, or has no plan within
                 its budget; see `Level.look`.
         """
-        replans = any(level.options.remat is not None for level in self.levels)
+        self._prepare(data, MemoryOptions(memory_budget=memory_budget), verbose)
+
+    def _prepare(self, data, options: MemoryOptions, verbose: int) -> None:
+        budget = None
+        if options.memory_budget is not None:
+            choosing.check(self.levels, options)
+            budget = budget_bytes(options)
+        replans = budget is not None or any(
+            level.options.remat is not None
+            or level.options is not level.given_options
+            for level in self.levels
+        )
         if self._structure is not None and not replans:
             return
         specs = feeding.first_batches(data)
         mode = profiling.mode(self)
-        prepared_for = mode, batches.to_json(specs)
+        prepared_for = mode, batches.to_json(specs), budget
         if prepared_for == self._prepared_for:
             return
-        self.train_function = None
+        self._prepared_for = self.train_function = None
         strategy = self.distribute_strategy
         replicas = strategy.num_replicas_in_sync
-        microbatches = {}
+        shares, microbatches = {}, {}
         for level in self.levels:
+            level.options = level.given_options
             level.models = [each.model for each in self.levels]
-            count = level.options.num_parts * replicas
-            microbatches[level.name] = batches.part_of(specs[level.name], count)
+            share = batches.part_of(specs[level.name], replicas)
+            part = batches.part_of(share, level.options.num_parts)
+            shares[level.name], microbatches[level.name] = share, part
         edges = structure.find_edges(self.levels, microbatches, mode)
         if self._wanted_edges != "infer":
             edges = structure.choose_edges(
@@ -174,6 +196,10 @@ class Program(keras.Model):
         self._element = feeding.element_specs(specs, counts, replicas)
         self.built = True
         level_plan.plan_within_budgets(self, self._structure, self._element)
+        if options.memory_budget is not None and budget is not None:
+            inputs = self._structure, shares, self._element
+            budgets = options.memory_budget, budget
+            choosing.Choosing(self, *inputs, *budgets).choose(verbose)
         if mode == "eager" and replicas == 1:
             # Else a step is traced before any level is updated, too.
             step = tf.function(self.train_step, autograph=False)
@@ -214,7 +240,7 @@ class Program(keras.Model):
         """The peak of a step in which only one level computes."""
         if not memory.is_counted():
             return "-"
-        step = level_plan.measure(self, self._structure, level, self._element)
+        step = level_plan.measure(self, self._structure, [level], self._element)
         return "too much" if step is None else format_size(step.peak_bytes)
 
     def fit(
@@ -224,6 +250,7 @@ class Program(keras.Model):
         steps_per_epoch: int | None = None,
         validation_data: Any = None,
         validation_model: keras.Model | None = None,
+        memory_budget: int | float | str | None = None,
         sharding: Any = None,
         **kwargs,
     ):
@@ -237,6 +264,10 @@ class Program(keras.Model):
             validation_data: What `validation_model` is evaluated on.
             validation_model: A compiled model; its logs get the prefix
                 `val_`.
+            memory_budget: The device's peak during a step of all levels:
+                bytes, `"8GB"`, or a share of the device in (0, 1]. A level
+                that does not fit recomputes, or has its batches in
+                micro-batches. What validates is not looked at.
             sharding: As in `kmem.Model.fit`, for all levels, but not
                 `"full"`.
             **kwargs: As in `keras.Model.fit`: `epochs`, `callbacks`,
@@ -251,10 +282,11 @@ class Program(keras.Model):
         """
         feeding.check(x, [level.name for level in self.levels])
         self._set_validation_model(validation_data, validation_model)
-        option = MemoryOptions(sharding=sharding).sharding
+        options = MemoryOptions(memory_budget=memory_budget, sharding=sharding)
+        option = options.sharding
         if option is None and self._structure:
             workers.make_whole(self.levels, self._optimizers)
-        self.prepare(x)
+        self._prepare(x, options, int(kwargs.get("verbose") != 0))
         stream, steps = feeding.stream(
             x,
             self._structure.num_batches,

@@ -131,13 +131,8 @@ def find_edges(
     specs: dict[str, Any],
     mode: Literal["eager", "graph", "xla"],
 ) -> Edges:
-    """The edges between levels, from what their losses read.
-
-    `specs` are, for each level's name, those of a micro-batch.
-
-    Raises:
-        ValueError: If two levels learn the same variable.
-    """
+    """The edges between levels, from what their losses read of micro-batches of
+    the types `specs`. No two levels may learn the same variable."""
     looks = [level.look(specs[level.name], mode) for level in levels]
     owners: dict[int, Level] = {}
     for level in levels:

@@ -66,11 +66,7 @@ def finish(level: Derivatives, step: Step, most: int) -> None:
 
 
 def made_steps(level: Derivatives, name: str) -> list[Step]:
-    """The steps that a level has just made.
-
-    Raises:
-        ValueError: If there are none.
-    """
+    """The steps that a level has just made; an error if there are none."""
     if not level.steps:
         raise ValueError(
             f"`{name}` needs the steps of a level that was trained by a "

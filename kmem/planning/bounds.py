@@ -49,12 +49,8 @@ class InfeasibleBudget(ValueError):
 
 
 def peak_lower_bound(graph: Graph) -> int:
-    """Returns bytes that every schedule needs at some moment.
-
-    Returns:
-        The most that an operation needs, with what cannot be made again; or
-        all results, if that is more.
-    """
+    """Returns bytes that every schedule needs at some moment: the most that an
+    operation needs, with what cannot be made again; or all results."""
     fixed = np.array([not op.recomputable for op in graph.operations], bool)
     # Of what waits in host memory nothing is known.
     fixed &= graph.host_seconds is None
@@ -77,12 +73,8 @@ def check_budget(graph: Graph, budget_bytes: int, smallest_bytes: int) -> None:
 
 
 def seconds_lower_bound(graph: Graph, budget_bytes: int) -> float:
-    """Returns seconds that every schedule within a budget takes.
-
-    Returns:
-        At least the program's time; `math.inf` where the bound shows that no
-        schedule fits.
-    """
+    """Returns seconds that every schedule within a budget takes, at least the
+    program's; `math.inf` where the bound shows that no schedule fits."""
     if peak_lower_bound(graph) > budget_bytes:
         return math.inf
     if graph.host_seconds is not None:

@@ -35,12 +35,8 @@ _MOST_PLACES = 300
 
 
 class ChainSolver:
-    """The plans of a network for all budgets, from one table.
-
-    Args:
-        num_slots: How many sizes of memory to tell apart; by default what
-            takes a few seconds.
-    """
+    """The plans of a network for all budgets, from one table with so many
+    sizes of memory; by default what takes a few seconds."""
 
     def __init__(self, network: Network, num_slots: int | None = None):
         self._network = network
@@ -124,11 +120,7 @@ MAX_SLOWDOWN = 1.3  # What "auto" accepts.
 
 @dataclasses.dataclass(frozen=True)
 class Chooser:
-    """The plans of one solver for one network.
-
-    Attributes:
-        solver: `"optimal"`, `"sqrt"` or `Genetic(...)`.
-    """
+    """The plans of one solver (see `Remat`) for one network."""
 
     network: Network
     solver: str | flat.Genetic = "optimal"

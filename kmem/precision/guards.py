@@ -38,9 +38,9 @@ _COMPUTE = frozenset(
     "BatchMatMulV2 BatchMatMulV3 Conv2D Conv3D DepthwiseConv2dNative Einsum "
     "MatMul".split()
 )
-# Set on a tensor that was rounded to 16 bits, or made from one: a callable
-# that gives the tensor before the rounding, or None. The reference is weak,
-# to keep no memory: Keras holds a layer's arguments while the layer runs.
+# Set on a tensor that was rounded to 16 bits, or made from one: a weak
+# reference to the tensor before the rounding, or None. It is weak, to keep no
+# memory: Keras holds a layer's arguments while the layer runs.
 _ROUNDED_FROM = "_kmem_rounded_from"
 
 _warned: "weakref.WeakSet[keras.layers.Layer]" = weakref.WeakSet()
@@ -53,7 +53,7 @@ def mark_rounded(converted, x) -> None:
         return
     rounded = _sixteen_bit_tensors(converted)
     for tensor in rounded:
-        setattr(tensor, _ROUNDED_FROM, _unknown)
+        setattr(tensor, _ROUNDED_FROM, None)
     if rounded and tf.is_tensor(x):
         setattr(converted, _ROUNDED_FROM, weakref.ref(x))
 
@@ -115,12 +115,9 @@ def _takes_exact(layer) -> bool:
 
 
 def _exact(x):
-    original = getattr(x, _ROUNDED_FROM, _unknown)()
+    origin = getattr(x, _ROUNDED_FROM, None)
+    original = None if origin is None else origin()
     return x if original is None else original
-
-
-def _unknown():
-    return None
 
 
 def _float_tensors(structure) -> list:
@@ -211,14 +208,13 @@ def _watch(op_type, inputs, attrs, outputs, op_name=None, graph=None):
     # Empty in a replica's thread that computes what none of its layers does.
     running = vars(_thread).get("running")
     # A quantized layer makes integers of what is none.
-    is_quantized = running and running[-1].quantization_mode
-    if op_type in _COMPUTE or is_quantized:
+    if not running or op_type in _COMPUTE or running[-1].quantization_mode:
         return
     rounded = any(hasattr(tensor, _ROUNDED_FROM) for tensor in inputs)
     if op_type == "AsString" or (
         op_type == "Cast" and outputs[0].dtype.is_integer
     ):
-        layer = _thread.running[-1]
+        layer = running[-1]
         # Nothing is known of a tensor inside of a loop or a function, which
         # has a graph of its own. There, and in a layer that takes ids, all
         # 16-bit floats count.
@@ -227,9 +223,8 @@ def _watch(op_type, inputs, attrs, outputs, op_name=None, graph=None):
             raise _rounded_ids(layer, inputs[0])
     if rounded:
         # A second cast changes nothing about where a tensor comes from.
-        origin = _unknown
-        if op_type == "Cast":
-            origin = getattr(inputs[0], _ROUNDED_FROM)
+        is_cast = op_type == "Cast"
+        origin = getattr(inputs[0], _ROUNDED_FROM) if is_cast else None
         for tensor in outputs:
             if tensor.dtype.is_floating or tensor.dtype == tf.variant:
                 setattr(tensor, _ROUNDED_FROM, origin)

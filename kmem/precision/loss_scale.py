@@ -62,13 +62,8 @@ def loss_scaled(model: keras.Model, option: MixedPrecision):
 def around(
     inner: keras.optimizers.Optimizer, variables: list, option: MixedPrecision
 ) -> keras.optimizers.LossScaleOptimizer:
-    """Puts a loss scale around an optimizer, which keeps its variables.
-
-    Args:
-        inner: The optimizer; it is built if there are variables.
-        variables: What it updates, or nothing if that is not known yet.
-        option: How the scale begins, and when it grows.
-    """
+    """Puts a loss scale around an optimizer, which keeps its variables; it is
+    built if it is known what it updates."""
     if variables and not inner.built:
         inner.build(variables)
     wrapper = _LossScaleOptimizer(

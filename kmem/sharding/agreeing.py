@@ -38,11 +38,6 @@ def highest(group: Engine, number: int) -> int:
     return int(group.all_reduce(own, "highest", "Max")[0])
 
 
-def lowest(group: Engine, number: int) -> int:
-    """The lowest of the processes' numbers."""
-    return -highest(group, -number)
-
-
 def of_first(group: Engine, numbers: np.ndarray) -> np.ndarray:
     """The numbers of process 0; those of the others have their shape."""
     return group.broadcast(tf.constant(numbers), "numbers").numpy()

@@ -251,10 +251,8 @@ def engine() -> Engine:
 
 
 def join_at_first_operation() -> None:
-    """Has the processes join just before TensorFlow's first operation.
-
-    Nothing if TensorFlow runs already.
-    """
+    """Has the processes join just before TensorFlow's first operation, unless
+    it runs already."""
     current = private_tf.context()
 
     def join():

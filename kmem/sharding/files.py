@@ -44,25 +44,19 @@ def _appearing(path: pathlib.Path) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-class Writer:
-    """Writes arrays one after another. A context manager: only on leaving it
-    without an error the file appears under its name.
-
-    Attributes:
-        checksums: Those of all blocks so far.
-    """
+class Writer(contextlib.ExitStack):
+    """Writes arrays one after another. Only on leaving it without an error the
+    file has its name; `checksums` are those of all blocks so far."""
 
     def __init__(self, path: pathlib.Path):
-        self._appearing = _appearing(path)
+        super().__init__()
+        self._path = path
         self.num_bytes = 0
         self.checksums: list[int] = []
 
     def __enter__(self) -> "Writer":
-        self._file = self._appearing.__enter__()
+        self._file = self.enter_context(_appearing(self._path))
         return self
-
-    def __exit__(self, *exception) -> None:
-        self._appearing.__exit__(*exception)
 
     def write(self, array: np.ndarray) -> None:
         view: Any = np.ascontiguousarray(array).reshape(-1).view("u1")
@@ -78,12 +72,8 @@ class Writer:
 
 
 class Reader:
-    """Reads parts of a file, and checks them.
-
-    Raises:
-        ValueError: If the file is missing or has another length; when a part
-            is read, if it has been altered.
-    """
+    """Reads parts of a file, and checks them: a `ValueError` if it is missing
+    or has another length, or where it has been altered."""
 
     def __init__(
         self, path: pathlib.Path, num_bytes: int, checksums: list[int]
@@ -162,12 +152,8 @@ def write_index(folder: pathlib.Path, content: dict) -> None:
 
 
 def read_index(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns what was written.
-
-    Raises:
-        OSError: If there is none, or it cannot be read.
-        ValueError: If it is not as this version of kmem writes it.
-    """
+    """What was written; a `ValueError` if it is not as this version of kmem
+    writes it."""
     path = folder / _INDEX
     contents = path.read_bytes()
     try:

@@ -61,12 +61,8 @@ def check_callbacks(callbacks) -> None:
 
 
 def can_be_offloaded(model: keras.Model, options: MemoryOptions) -> bool:
-    """Whether a model's state can be kept outside of its device.
-
-    Args:
-        model: A compiled model that has its variables.
-        options: The options under which it trains besides.
-    """
+    """Whether the state of a compiled model that has its variables can be kept
+    outside of its device, besides the options."""
     # Several processes would have to do it together.
     config = os.environ.get("TF_CONFIG")
     if options.sharding is not None or (config and Cluster(config).size > 1):

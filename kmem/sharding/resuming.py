@@ -73,6 +73,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     ```
     """
 
+    model: Any
+
     def __init__(
         self, folder: str | pathlib.Path, save_freq: str | int = "epoch"
     ):
@@ -92,14 +94,13 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self._skipped = self._unsaved = 0
-        model: Any = self.model
-        checkpoint.check_optimizers(model)
-        self._ending = _Ending(model)
+        checkpoint.check_optimizers(self.model)
+        self._ending = _Ending(self.model)
         if not checkpoint.exists(self._folder):
             return
-        position = checkpoint.load(model, self._folder)
+        position = checkpoint.load(self.model, self._folder)
         self._skipped = position.get("batch", 0)
-        private_keras.begin_at(model, position.get("epoch", 0))
+        private_keras.begin_at(self.model, position.get("epoch", 0))
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
@@ -129,9 +130,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     def _save(self, epoch: int, batch: int, ends: bool) -> None:
         self._unsaved = 0
-        model: Any = self.model
         position = {"epoch": epoch, "batch": batch}
-        checkpoint.save(model, self._folder, position)
+        checkpoint.save(self.model, self._folder, position)
         if ends:
             self._ending.end(comes=True)
 
@@ -139,12 +139,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         return self._every is not None and self._unsaved >= self._every
 
     def _num_updates(self) -> int:
-        model: Any = self.model
-        return sum(int(each.iterations) for each in optimizers(model))
+        return sum(int(each.iterations) for each in optimizers(self.model))
 
     def _skip(self, num_batches: int) -> None:
         """Lets the epoch's first batches pass, which have been trained on."""
-        model: Any = self.model
+        model = self.model
         train = model.train_function
         left = num_batches
 

@@ -163,11 +163,8 @@ def find(model, names: tuple[str, ...] | None) -> list[keras.layers.Layer]:
 
 
 def applied(layers: list, keeps: bool) -> patching.Context:
-    """Lets layers gather their weights when they are called.
-
-    Args:
-        keeps: Whether the backward pass is left the weights.
-    """
+    """Lets layers gather their weights when they are called, and leaves them to
+    the backward pass if `keeps`."""
     line: list[tf.Tensor] = []
     return patching.together(
         change

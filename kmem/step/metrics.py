@@ -135,12 +135,8 @@ def innermost(
 def reached_from(
     tensors: list, without: Container[str] = frozenset()
 ) -> set[int]:
-    """The tensors of a graph that are computed from some, by their `id`.
-
-    Args:
-        tensors: Those to begin with.
-        without: The kinds of operations that do not count.
-    """
+    """The tensors of a graph that are computed from some, by their `id`, but
+    for what is computed by some kinds of operations."""
     waiting = [t for t in tensors if tf.is_tensor(t)]
     reached: dict[int, tf.Tensor] = {}
     while waiting:

@@ -65,7 +65,7 @@ class Refusing(keras.Model):
 
     def train_step(self, data):
         logs = super().train_step(data)
-        session = device.latest()
+        session = device.DeviceSession.latest
         if self.refused and session is not None:
             self.tried.append(session.heuristic)
             if session.heuristic in self.refused:

@@ -1,5 +1,7 @@
 """`fit(chunked_loss=True)`: the numbers of a plain `fit`, without logits."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -464,6 +466,30 @@ def test_a_second_derivative_is_refused():
 
     with pytest.raises(ValueError, match="must not be differentiated"):
         outer.gradient(gradient, weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    {
+        "labels": (4, 3),
+        "weight": (8,),
+        "hidden": (),
+        "bias": (15,),
+        "mask": (3,),
+    }.items(),
+)
+def test_a_shape_that_does_not_fit_is_named(name, shape):
+    shapes = {"hidden": (4, 8), "weight": (8, 16), "labels": (4,), name: shape}
+    arguments = {each: np.zeros(shapes[each], "float32") for each in shapes}
+
+    received = f"Received: .*{re.escape(str(shape))}"
+    with pytest.raises(ValueError, match=received):
+        kmem.losses.LinearCrossEntropy()(**arguments)
+
+
+def test_an_ignored_class_is_an_integer():
+    with pytest.raises(ValueError, match="`ignore_class` must be an integer"):
+        kmem.losses.LinearCrossEntropy(ignore_class="pad")
 
 
 class Reading(keras.Model):

@@ -1,0 +1,218 @@
+"""Chooses what a program's levels do to stay within one memory budget.
+
+Levels compute one after another, so the budget is that of each level's step
+(level_plan.py). What changes no number comes first, as in `fit` of one model.
+A level that fits is left as it is. Else, if its loss assigns nothing, its
+batches come in the fewest equal micro-batches that fit. Any other level
+recomputes, in micro-batches if it must. Then whole steps are run, and what
+they need beyond the budget is taken from that of the levels. What this module
+does not do: look for the fastest of what fits, or for what a model that
+validates needs.
+"""
+
+import bisect
+import dataclasses
+import math
+from typing import Any
+
+import keras
+
+from kmem import memory
+from kmem.base.sizes import format_size
+from kmem.budget import tuning
+from kmem.budget.report import describe
+from kmem.budget.report import received_budget
+from kmem.fit import pipeline
+from kmem.keras_graph import profiling
+from kmem.multilevel import level_plan
+from kmem.multilevel.level import Level
+from kmem.multilevel.structure import Structure
+from kmem.options import MemoryOptions
+from kmem.options import MicroBatches
+from kmem.options import Remat
+from kmem.planning.bounds import InfeasibleBudget
+from kmem.step import batches
+
+
+def check(levels: list[Level], options: MemoryOptions) -> None:
+    """Checks that `memory_budget` can be kept.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    planned = [x for x in levels if x.given_options.remat is not None]
+    if planned or options.sharding is not None:
+        beside = [f"sharding={options.sharding}"] if options.sharding else []
+        beside += [f"{x.given_options} of level '{x.name}'" for x in planned]
+        raise ValueError(
+            "`memory_budget` must be without `sharding`, and without `remat` "
+            "of a level, which it chooses. Received: "
+            f"memory_budget={options.memory_budget!r} beside "
+            f"{', '.join(beside)}"
+        )
+    if not memory.is_counted():
+        raise ValueError(
+            "`memory_budget` of a program needs bytes that can be counted: "
+            "import kmem before the first TensorFlow operation. Received: "
+            f"memory_budget={options.memory_budget!r}"
+        )
+
+
+class Choosing:
+    """What the levels of a program can do to stay within a budget.
+
+    Args:
+        program: The program, whose state is given back after each dry run.
+        structure: Its levels, built.
+        shares: For each level's name, a replica's batch as `tf.TensorSpec`s.
+        element: The types of what a replica's step is given.
+        budget: `memory_budget`, as it was given.
+        budget_bytes: The device's peak during a step.
+    """
+
+    def __init__(
+        self,
+        program: keras.Model,
+        structure: Structure,
+        shares: dict[str, Any],
+        element: dict[str, Any],
+        budget: int | float,
+        budget_bytes: int,
+    ):
+        self._program = program
+        self._structure = structure
+        self._shares = shares
+        self._element = element
+        self._received = received_budget(budget, budget_bytes)
+        self._mode = profiling.mode(program)
+        # One batch that is ready, and one in the making.
+        self._reserved = pipeline.ready_bytes(element, 2)
+        self._room = budget_bytes
+        # What the level that is looked at was seen to need at the least.
+        self._least_bytes = math.inf
+
+    def choose(self, verbose: int = 0) -> None:
+        """Sets the levels' options.
+
+        Raises:
+            ValueError: If nothing that is known stays within the budget.
+        """
+        budget_bytes = self._room
+        for _ in range(tuning.MAX_ATTEMPTS):
+            for level in self._structure.levels:
+                self._choose(level)
+            peak_bytes = self._peak_bytes(self._structure.levels)
+            if peak_bytes <= budget_bytes:
+                if verbose:
+                    print(self._summary(peak_bytes))
+                return
+            if peak_bytes == math.inf:
+                break
+            self._room -= int(peak_bytes) - budget_bytes
+        self._least_bytes = math.inf
+        raise self._impossible("whole steps, in which all levels compute")
+
+    def _choose(self, level: Level) -> None:
+        """Sets a level's options, and its plan."""
+        counts = self._counts(level)
+        self._least_bytes = math.inf
+        if self._fits(level, level.given_options):
+            return
+        # What it assigns, statistics or the states of random numbers, would
+        # be made from one micro-batch at a time.
+        if not level.state or not level.calls_model:
+            if self._fewest(level, counts[1:], None):
+                return
+        if level.calls_model:
+            if self._fewest(level, counts, Remat(max(self._room, 1))):
+                return
+        raise self._impossible(f"the level '{level.name}'")
+
+    def _fewest(
+        self, level: Level, counts: list[int], remat: Remat | None
+    ) -> bool:
+        """Sets the fewest micro-batches that fit; returns whether any do."""
+        fitting: dict[int, tuple] = {}
+
+        def fits(count: int) -> bool:
+            options = dataclasses.replace(
+                level.given_options,
+                microbatches=MicroBatches(count),
+                remat=remat,
+            )
+            if self._fits(level, options):
+                fitting[count] = options, level.plan
+            return count in fitting
+
+        # The first is likely, and takes the least time.
+        if not counts[:1] or not fits(counts[0]):
+            bisect.bisect_left(counts, True, lo=min(1, len(counts)), key=fits)
+        if fitting:
+            level.options, level.plan = fitting[min(fitting)]
+        return bool(fitting)
+
+    def _counts(self, level: Level) -> list[int]:
+        """In how many micro-batches its batches may come."""
+        given = level.given_options.num_parts
+        share = self._shares[level.name]
+        rows = batches.num_rows(share)
+        if given > 1 or rows is None or not batches.can_be_split(share):
+            return [given]
+        return [count for count in range(1, rows + 1) if rows % count == 0]
+
+    def _fits(self, level: Level, options: MemoryOptions) -> bool:
+        """Whether the level's steps do under some options, which it keeps."""
+        level.options = options
+        share = self._shares[level.name]
+        level.look(batches.part_of(share, options.num_parts), self._mode)
+        if level.plan is None:
+            least_bytes = self._peak_bytes([level])
+        else:
+            try:
+                level.plan.find(lambda: self._measured([level]), self._reserved)
+                return True
+            except InfeasibleBudget as error:
+                least_bytes = error.smallest_bytes
+        self._least_bytes = min(self._least_bytes, least_bytes)
+        return least_bytes <= self._room
+
+    def _peak_bytes(self, levels: list[Level]) -> float:
+        """The peak of steps in `fit`; infinite if they ran out of memory."""
+        step = self._measured(levels)
+        return math.inf if step is None else step.peak_bytes + self._reserved
+
+    def _measured(self, levels: list[Level]):
+        return level_plan.measure(
+            self._program, self._structure, levels, self._element
+        )
+
+    def _impossible(self, subject: str) -> ValueError:
+        known = ""
+        if self._least_bytes < math.inf:
+            # It is measured anew when it is asked for.
+            least = math.ceil(self._least_bytes / (1 - 2 * tuning.MARGIN))
+            known = f" of {least} bytes ({format_size(least)}) or more"
+        return ValueError(
+            f"`memory_budget` must leave room for {subject}: give a budget"
+            f"{known}, or smaller batches. Received: {self._received}"
+        )
+
+    def _summary(self, peak_bytes: float) -> str:
+        """One line for the log."""
+        lines = []
+        for level in self._structure.levels:
+            line = f"{level.name}: {describe(level.options)}"
+            if level.options.num_parts > 1 and level.state:
+                # What a loss assigns is made from what it is given.
+                line += ", where one micro-batch at a time is seen by "
+                line += ", ".join(sorted({_owner(v) for v in level.state}))
+            lines.append(line)
+        return (
+            f"{self._received}: steps of {format_size(peak_bytes)}; "
+            f"{'; '.join(lines)}"
+        )
+
+
+def _owner(variable: keras.Variable) -> str:
+    """The layer of a variable."""
+    return variable.path.rsplit("/", 1)[0]
