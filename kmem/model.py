@@ -345,9 +345,9 @@ def _train_on_batch_under(model, keras_train_on_batch, args, kwargs):
     if asked != options or not session.trains():
         _end_train_on_batch(model)
         bound = inspect.signature(keras_train_on_batch).bind(*args, **kwargs)
-        data = map(bound.arguments.get, ("x", "y", "sample_weight"))
-        data = keras.utils.pack_x_y_sample_weight(*data)
-        batch = functools.partial(batches.specs_of, data, examples=True)
+        rows = batches.num_rows(bound.arguments.get("x"))
+        given = {**bound.arguments, "batch_size": rows}
+        batch = functools.partial(pipeline.fit_batch, given)
         _check(model, options, batch)
         if options.memory_budget is not None:
             session = BudgetedSession.of(model, options)

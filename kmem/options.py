@@ -24,6 +24,7 @@ from kmem.base.checks import classes
 from kmem.base.checks import is_integer
 from kmem.base.checks import is_real
 from kmem.base.checks import must_be
+from kmem.base.checks import names
 from kmem.base.checks import one_of
 from kmem.base.checks import positive_int
 from kmem.base.checks import set_fields
@@ -99,16 +100,9 @@ class MixedPrecision:
         scale, kind = self.initial_scale, "a number from 2**-126 to 2**127"
         fits = is_real(scale, 2.0**-126, 2.0**127)
         must_be(fits, scale, "initial_scale", kind)
-        is_text = isinstance(self.exclude, str)
-        kind = "a sequence of layer names"
-        must_be(not is_text, self.exclude, "exclude", kind)
-        set_fields(
-            self,
-            dynamic_growth_steps=positive_int(
-                self.dynamic_growth_steps, "dynamic_growth_steps"
-            ),
-            exclude=tuple(self.exclude),
-        )
+        steps = positive_int(self.dynamic_growth_steps, "dynamic_growth_steps")
+        exclude = names(self.exclude, "exclude")
+        set_fields(self, dynamic_growth_steps=steps, exclude=exclude)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +224,7 @@ class Sharding:
         for name in ("gather_dtype", "reduce_dtype"):
             one_of(getattr(self, name), name, dtypes)
         if self.units is not None:
-            set_fields(self, units=tuple(self.units))
+            set_fields(self, units=names(self.units, "units"))
 
 
 class MemoryArguments(TypedDict, total=False):
@@ -363,16 +357,22 @@ def _is_plan(value) -> bool:
 
 
 def _parse_allow(value) -> tuple[str, ...]:
-    names = (value,) if isinstance(value, str) else tuple(value)
-    for name in names:
+    allowed = names((value,) if isinstance(value, str) else value, "allow")
+    for name in allowed:
         one_of(name, "allow", _ALLOWED)
-    return names
+    return allowed
 
 
 def _parse_switch(value, name: str) -> bool | None:
     """`True`, or `None` of `False`, which is off as well."""
     one_of(value, name, (True, False))
     return bool(value) or None
+
+
+def _parse_dtr(value) -> DTR | None:
+    if isinstance(value, bool):
+        return DTR() if value else None
+    return _as(DTR, value)
 
 
 def _as(option: type, value):
@@ -391,7 +391,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "gradient_accumulation_steps": functools.partial(_as, GradientAccumulation),
     "mixed_precision": functools.partial(_as, MixedPrecision),
     "remat": lambda v: Remat(plan=v) if _is_plan(v) else _as(Remat, v),
-    "dtr": lambda v: DTR() if v is True else _as(DTR, v),
+    "dtr": _parse_dtr,
     "sharding": functools.partial(_as, Sharding),
     **{
         name: functools.partial(_parse_switch, name=name)

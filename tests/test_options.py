@@ -73,12 +73,16 @@ def test_bad_values_are_refused_with_their_value(name, value):
         lambda: kmem.MixedPrecision("float16", initial_scale=float("nan")),
         lambda: kmem.MixedPrecision("float16", dynamic_growth_steps=0),
         lambda: kmem.MixedPrecision("float16", exclude="dense"),
+        lambda: kmem.MixedPrecision("float16", exclude=5),
         lambda: kmem.Remat(solver="best"),
         lambda: kmem.Remat(budget=0.5, plan="plan.json"),
         lambda: kmem.DTR(heuristic="fifo"),
         lambda: kmem.DTR(evictee_minimum_size=-1),
         lambda: kmem.Sharding(gather_dtype="int8"),
         lambda: kmem.Sharding(accumulate="remote"),
+        lambda: kmem.Sharding(units="block"),
+        lambda: kmem.Sharding(units=5),
+        lambda: kmem.MemoryOptions(memory_budget=1, allow=5),
         lambda: kmem.Genetic(thresh_nr_try=0),
         lambda: kmem.Genetic(genetic_nr_iter=-1),
     ],
@@ -86,6 +90,11 @@ def test_bad_values_are_refused_with_their_value(name, value):
 def test_bad_fields_are_refused_when_the_option_is_made(make):
     with pytest.raises(ValueError, match="Received: "):
         make()
+
+
+@pytest.mark.parametrize("name", ["dtr", "chunked_loss", "chunked_attention"])
+def test_an_option_that_is_false_is_off(name):
+    assert not kmem.MemoryOptions(**{name: False})
 
 
 def test_remat_and_dtr_exclude_each_other():

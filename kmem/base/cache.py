@@ -1,4 +1,4 @@
-"""The user's own folder for kmem's native library.
+"""The user's own folder: kmem's native library, and choices of `memory_budget`.
 
 What is found there is loaded into the process. So the folder is used only if it
 is the user's and nobody else can write to it.

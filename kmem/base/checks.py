@@ -5,6 +5,7 @@ what was received. And whether the packages of an extra are there.
 import importlib.util
 import math
 import numbers
+from collections.abc import Iterable
 
 from kmem.base.sizes import parse_size
 
@@ -65,6 +66,14 @@ def classes(value, name: str) -> tuple[type, ...]:
     kind = "a sequence of classes of layers, as in (Residual,)"
     must_be(is_right, value, name, f'"layers", None, or {kind}')
     return tuple(value)
+
+
+def names(value, name: str) -> tuple[str, ...]:
+    are_many = isinstance(value, Iterable) and not isinstance(value, str)
+    listed = tuple(value) if are_many else ()
+    is_right = are_many and all(isinstance(each, str) for each in listed)
+    must_be(is_right, value, name, "a sequence of names, as in ('stem',)")
+    return listed
 
 
 def budget(value, name: str) -> int | float:

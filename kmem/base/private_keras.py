@@ -19,6 +19,7 @@ from keras.src.backend.tensorflow import trainer
 # Where `Loss.__call__` looks up what reduces its values.
 # step/test_loss_terms.py
 from keras.src.losses import loss as loss
+from keras.src.trainers.data_adapters import array_slicing
 
 from kmem.base import patching
 
@@ -169,6 +170,14 @@ def outputs_in_host_memory() -> patching.Context:
     return patching.together(changes)
 
 
+def as_array(data: Any) -> Any:
+    """What `fit` makes of a DataFrame, or of another library's array.
+
+    fit/test_pipeline.py
+    """
+    return array_slicing.convert_to_sliceable(data, "tensorflow")
+
+
 def begin_at(model: Any, epoch: int | None) -> None:
     """Has `fit` begin at an epoch, as `BackupAndRestore` does.
     sharding/test_resuming.py"""
@@ -289,18 +298,21 @@ def compiled_metrics(model: keras.Model) -> Any:
     return model._compile_metrics
 
 
-def given_metrics(model: Any) -> list[keras.metrics.Metric]:
-    """The metrics that `compile` was given; before `compiled_metrics` is built
-    its own list is empty. budget/test_no_trace.py"""
+def asked_metrics(model: Any) -> list:
+    """What `compile` was given as metrics: names, functions or metrics.
+    budget/test_memory_budget.py"""
     compiled = model._compile_metrics
     if compiled is None:
         return []
     given = compiled._user_metrics, compiled._user_weighted_metrics
-    return [
-        metric
-        for metric in keras.tree.flatten(given)
-        if isinstance(metric, keras.metrics.Metric)
-    ]
+    return keras.tree.flatten(given)
+
+
+def given_metrics(model: Any) -> list[keras.metrics.Metric]:
+    """The metrics among those; before `compiled_metrics` is built its own list
+    is empty. budget/test_no_trace.py"""
+    metric = keras.metrics.Metric
+    return [x for x in asked_metrics(model) if isinstance(x, metric)]
 
 
 def losses_of(compiled: Any) -> list:

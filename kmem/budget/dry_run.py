@@ -17,6 +17,7 @@ from kmem import memory
 from kmem import precision
 from kmem.base import bindings
 from kmem.base import native
+from kmem.base import private_keras
 from kmem.base import private_tf
 from kmem.budget import tuning
 from kmem.fit.session import Session
@@ -116,12 +117,28 @@ def is_possible(model: Any) -> bool:
     return model.compiled and alone and memory.is_counted()
 
 
+def beside_layers(model: Any) -> str:
+    """What a step's bytes depend on besides the model's layers, as text."""
+    if not model.compiled:
+        return ""
+    config = model.optimizer.get_config()
+    for name in ("name", "learning_rate"):
+        config.pop(name, None)
+    metrics = [
+        # The name of one, a function, or the metric itself.
+        (str(each), [v.shape for v in getattr(each, "variables", ())])
+        for each in private_keras.asked_metrics(model)
+    ]
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    return repr((type(model.optimizer), config, metrics, replicas))
+
+
 @contextlib.contextmanager
 def installed(session: Session) -> Iterator[None]:
     """Within, a session's model trains in it, and validates as always."""
     with precision.none_remembered(session.model.optimizer):
-        session.install(test_step=False)
         try:
+            session.install(test_step=False)
             yield
         finally:
             session.remove()

@@ -57,6 +57,8 @@ class _Bucket:
     batch: Any
     count: int
     peak_bytes: int | None
+    # Whether it cannot be split further.
+    is_least: bool = False
 
     @property
     def size(self) -> int:
@@ -195,7 +197,8 @@ class BudgetedInference:
     def _learn(self, bucket: _Bucket, peak_bytes: int) -> None:
         """Takes note of what a step needed."""
         bucket.peak_bytes = max(peak_bytes, bucket.peak_bytes or 0)
-        if peak_bytes > self._budget and bucket.size > 1:
+        is_least = bucket.is_least or bucket.size == 1
+        if peak_bytes > self._budget and not is_least:
             self.tell(
                 f"A step that {_DOES[bucket.kind]} needed "
                 f"{format_size(peak_bytes)}; the next ones take less."
@@ -204,6 +207,7 @@ class BudgetedInference:
             try:
                 self._split(bucket, int(less * bucket.size))
             except ValueError as error:
+                bucket.is_least = True
                 self.tell(str(error))
 
     def _split(self, bucket: _Bucket, size: int) -> None:

@@ -107,10 +107,15 @@ class InferenceSteps:
         spec = batches.with_rows(batches.specs_of(batch), None)
         # Where none are recorded, a graph has no operations that write them.
         writes = bool(tf.summary.should_record_summaries())
-        key = kind, count, repr(spec), writes
-        if key not in self._functions:
-            self._functions[key] = self._new_function(kind, spec, count)
-        return self._functions[key]
+        kinds = keras.tree.map_structure(_kind, spec)
+        key = kind, count, repr(kinds), writes
+        traced, function = self._functions.get(key, (spec, None))
+        # As in Keras, the second length is that of all others too.
+        spec = keras.tree.map_structure(_covering, traced, spec)
+        if function is None or spec != traced:
+            function = self._new_function(kind, spec, count)
+            self._functions[key] = spec, function
+        return function
 
     def _new_function(self, kind: str, spec: Any, count: int) -> Callable:
         model, step, name = self._model, self._steps[kind], f"{kind}_function"
@@ -247,6 +252,15 @@ def joined(parts: list) -> Any:
     )
 
 
+def _kind(spec: tf.TensorSpec | None) -> Any:
+    return spec and (spec.dtype, spec.shape.rank)
+
+
+def _covering(one: tf.TensorSpec | None, other: Any) -> Any:
+    """What both are of one kind of."""
+    return one and one.most_specific_common_supertype([other])
+
+
 def _in_host_memory(outputs: Any) -> Any:
     """A copy: an array of a CPU's tensor shares its memory."""
     return keras.tree.map_structure(
@@ -279,8 +293,10 @@ def _difference(whole: Any, in_parts: Any) -> str:
             _ROUNDING_IN_16_BITS if one.dtype.itemsize == 2 else _ROUNDING
         )
         one, other = one.astype("float64"), other.astype("float64")
-        largest = np.max(np.abs(one), initial=0.0)
-        error = np.max(np.abs(one - other), initial=0.0)
-        if error > tolerance * largest + 1e-6:
+        largest = np.max(np.abs(one), initial=0.0, where=np.isfinite(one))
+        differs = (one != other) & ~(np.isnan(one) & np.isnan(other))
+        error = np.max(np.abs(one - other), initial=0.0, where=differs)
+        # It is no number where one of them is none.
+        if not error <= tolerance * largest + 1e-6:
             return f"{name} became another by {error:.3g} of {largest:.3g}"
     return ""

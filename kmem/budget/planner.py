@@ -227,7 +227,7 @@ def make_plan(
         key = (
             *(applying.structure(recording), batches.to_json(batch), rest),
             *(remat.solver, remat.cpu_offload, costs, mode, in_order),
-            *(type(getattr(model, "optimizer", None)), group.size),
+            *(dry_run.beside_layers(model), group.size),
             not updates.are_early(model, rest),
             (is_counted, spec and batches.num_rows(spec) is None),
         )

@@ -315,15 +315,10 @@ def model_key(model: Any, drawing: Drawing, size: int) -> str:
     except Exception:
         # One that cannot be recorded can be run all the same.
         return ""
-    config = model.optimizer.get_config()
-    for name in ("name", "learning_rate"):
-        config.pop(name, None)
     key = (
         applying.structure(recording),
         [(v.shape, v.dtype, v.trainable) for v in model.variables],
-        type(model.optimizer).__name__,
-        sorted(config.items()),
+        dry_run.beside_layers(model),
         *(profiling.mode(model), model.steps_per_execution),
-        model.distribute_strategy.num_replicas_in_sync,
     )
     return hashlib.sha256(repr(key).encode()).hexdigest()

@@ -59,12 +59,20 @@ def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
     data = [x, arguments.get("y"), arguments.get("sample_weight")]
     specs = [
         batches.with_rows(batches.specs_of(part, examples=True), rows)
-        for part in data
+        for part in keras.tree.map_structure(_in_floatx, data)
     ]
     if arguments.get("class_weight") is not None:
         # Keras makes weights of rows of it.
         specs[2] = tf.TensorSpec([rows], keras.config.floatx())
     return keras.utils.pack_x_y_sample_weight(*specs)
+
+
+def _in_floatx(leaf: Any) -> Any:
+    """A tensor as Keras casts it, if it does."""
+    is_float = isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating
+    return (
+        tf.TensorSpec(leaf.shape, keras.config.floatx()) if is_float else leaf
+    )
 
 
 def _dataset_batch(dataset: tf.data.Dataset) -> Any:
@@ -214,7 +222,9 @@ def held_bytes(arguments: Mapping[str, Any], batch) -> int:
     names = ("x", "y", "sample_weight", "validation_data")
     arrays = [arguments.get(name) for name in names]
     copied = sum(
-        getattr(leaf, "nbytes", 0) for leaf in keras.tree.flatten(arrays)
+        batches.num_bytes(leaf)
+        for leaf in keras.tree.flatten(arrays)
+        if hasattr(leaf, "shape")
     )
     return copied + ready_bytes(batch)
 

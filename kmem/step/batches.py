@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kmem.base import private_keras
 from kmem.base.checks import must_be
 from kmem.graph import fusion
 
@@ -190,8 +191,12 @@ def _spec(leaf) -> tf.TensorSpec | None:
     is_data_set = isinstance(leaf, tf.data.Dataset)
     kind = "arrays or tensors: of a data set, `next(iter(data))`"
     must_be(not is_data_set, leaf, "a batch", kind)
+    known = np.ndarray, np.generic, keras.Variable
     if not hasattr(leaf, "shape"):
         leaf = np.asarray(leaf)
+    elif not (tf.is_tensor(leaf) or isinstance(leaf, known)):
+        if hasattr(leaf, "__array__"):
+            leaf = private_keras.as_array(leaf)
     dtype = tf.as_dtype(leaf.dtype)
     if isinstance(leaf, np.ndarray) and dtype.is_floating:
         dtype = tf.as_dtype(keras.config.floatx())

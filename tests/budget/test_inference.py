@@ -207,6 +207,14 @@ def test_what_depends_on_other_examples_is_refused_if_it_does_not_fit(
     model.evaluate(x, y, memory_budget="2GB", **_ARGUMENTS)
 
 
+class _NoneOfOne(layers.Layer):
+    """Gives no numbers of a single example."""
+
+    def call(self, x):
+        others = keras.ops.cast(keras.ops.shape(x)[0] - 1, x.dtype)
+        return x * (others / others)
+
+
 def _steps(model):
     steps = {"test": model.test_step, "predict": model.predict_step}
     return InferenceSteps(model, steps)
@@ -279,6 +287,7 @@ class MeanError(keras.Model):
         ("predict", keras.Model, layers.Activation("tanh"), ""),
         ("predict", keras.Model, _Centred(), "results became another by"),
         ("predict", MeanError, layers.Activation("tanh"), "became (2, 3)"),
+        ("predict", keras.Model, _NoneOfOne(), "results became another by nan"),
     ],
 )
 def test_it_is_told_whether_parts_give_what_a_whole_batch_does(
@@ -292,6 +301,52 @@ def test_it_is_told_whether_parts_give_what_a_whole_batch_does(
     text = _steps(model).difference(kind, (x, y) if kind == "test" else (x,))
 
     assert message in text if message else not text
+
+
+class _Counts(layers.Layer):
+    num_calls = 0
+
+    def call(self, x):
+        self.num_calls += 1
+        return x
+
+
+def test_texts_of_all_lengths_have_two_traces_as_in_keras():
+    counts = _Counts()
+    inputs = keras.Input((None, 4))
+    pooled = layers.GlobalAveragePooling1D()(counts(inputs))
+    model = kmem.wrap(keras.Model(inputs, pooled))
+
+    def predict(length):
+        x = np.ones((6, length, 4), "float32")
+        budget = {"memory_budget": "1GB", "batch_size": 3, "verbose": 0}
+        np.testing.assert_array_equal(model.predict(x, **budget), x[:, 0])
+
+    predict(5)
+    predict(4)
+    num_calls = counts.num_calls
+    for length in (3, 2, 1):
+        predict(length)
+
+    assert counts.num_calls == num_calls
+
+
+def test_that_a_step_cannot_be_split_is_told_once(monkeypatch):
+    """Of one that needs more than was measured."""
+    monkeypatch.setattr(InferenceSteps, "needed_bytes", lambda *given: -(10**6))
+    model = keras.Sequential([keras.Input((5,)), _Centred()])
+    lines = []
+    gc.collect()
+    x = tf.ones((64, 5))
+    options = kmem.MemoryOptions(memory_budget=kmem.memory.current())
+    steps = {"predict": model.predict_step}
+    inference = BudgetedInference(model, options, steps, lines.append)
+
+    for _ in range(3):
+        inference.predict([(x,)])
+
+    needed, refused = lines
+    assert "needed" in needed and "cannot be split" in refused
 
 
 def test_a_step_that_runs_out_of_memory_is_taken_again_in_parts():

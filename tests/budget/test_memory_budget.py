@@ -852,3 +852,23 @@ def test_a_callback_does_not_choose_for_several_processes():
 def test_nothing_can_be_allowed_without_a_budget():
     with pytest.raises(ValueError, match="must come with `memory_budget`"):
         kmem.MemoryOptions(allow="mixed_precision", microbatches=2)
+
+
+def test_a_metric_counts_in_a_model_of_layers_that_were_measured():
+    x, y = tf.ones((64, 8)), tf.ones((64, 1))
+    data = tf.data.Dataset.from_tensors((x, y))
+    needed = []
+    for metric in ("mae", keras.metrics.AUC(num_thresholds=20_000)):
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[metric])
+        gc.collect()
+        budget = kmem.memory.current() + 10**7
+        kmem.wrap(model).fit(
+            data, shuffle=False, verbose=0, memory_budget=budget
+        )
+        report = model.memory_report
+        peak_bytes = report.chosen.predicted_peak_bytes
+        needed.append(peak_bytes - report.in_use_bytes)
+
+    # Of each threshold the counts of four kinds, in float32.
+    assert needed[1] - needed[0] > 4 * 4 * 20_000

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pandas
 import pytest
 import tensorflow as tf
 from keras import layers
@@ -146,3 +147,29 @@ def test_a_step_that_refuses_random_numbers_is_refused_by_name(options):
     with pytest.raises(ValueError, match="must take random numbers .*x < y"):
         kmem.wrap(model).fit(x, x[:, :1], verbose=0, **options)
     kmem.wrap(model).fit(x, x[:, :1], verbose=0, microbatches=2)
+
+
+TABLE = pandas.DataFrame(X.astype("float64"), columns=list("abcd"))
+ARRAYS = {
+    "a table": (TABLE, TABLE["a"]),
+    "tensors in float64": (tf.constant(TABLE), tf.constant(TABLE["a"])),
+}
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda each: [*each][0])
+@pytest.mark.parametrize("data", ARRAYS.values(), ids=[*ARRAYS])
+def test_a_plan_is_for_what_keras_makes_of_data(data, options):
+    x, y = data
+
+    def weights(**options):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        kmem.wrap(model).fit(x, y, shuffle=False, verbose=0, **options)
+        return model.get_weights()
+
+    specs = pipeline.fit_batch({"x": x, "y": y, "batch_size": 10})
+    assert {spec.dtype for spec in specs} == {tf.float32}
+    for got, want in zip(weights(**options), weights(), strict=True):
+        np.testing.assert_array_equal(got, want)
