@@ -41,9 +41,7 @@ _READABLE = 0.06
 class Shown:
     """What a notebook shows by its `summary`."""
 
-    def summary(self) -> str:
-        """In words."""
-        raise NotImplementedError
+    summary: Callable[[], str]
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(self.summary())}</pre>"

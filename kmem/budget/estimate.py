@@ -30,6 +30,7 @@ from kmem.options import MemoryOptions
 from kmem.planning import allocations
 from kmem.planning.timeline import TensorAtPeak
 from kmem.planning.timeline import Timeline
+from kmem.planning.timeline import figure
 from kmem.step import batches
 from kmem.step.capture import optimizers
 
@@ -93,7 +94,7 @@ class Estimate(drawing.Shown):
         Raises:
             ImportError: If matplotlib is missing.
         """
-        self.timeline.plot(path)
+        figure(self.timeline).savefig(path, dpi=150)
 
     def summary(self) -> str:
         """A table: what the peak is made of, the options, and the largest
@@ -228,10 +229,6 @@ class Step:
         parameters = batches.num_bytes(self._model.variables)
         return parameters + self._optimizer_bytes + batch
 
-    def tensors(self, rows: int) -> tuple[TensorAtPeak, ...]:
-        """The largest at the peak, for a batch size."""
-        return self._largest(*self.peak(rows))
-
     def estimate(self) -> Estimate:
         """The estimate for the batch."""
         early, _, _ = self.peak(self.rows, late=False)
@@ -253,7 +250,7 @@ class Step:
             "optimizer": self._optimizer_bytes,
             "batch": batch,
         }
-        tensors = self._largest(late, program, sizes)
+        tensors = self.largest(late, program, sizes)
         return Estimate(
             batch_size=self.rows,
             parameter_bytes=parameters,
@@ -300,7 +297,8 @@ class Step:
         peaks[name] = rest + own + self.peak_bytes(size)
         return peaks
 
-    def _largest(self, peak, program, sizes) -> tuple[TensorAtPeak, ...]:
+    def largest(self, peak, program, sizes) -> tuple[TensorAtPeak, ...]:
+        """The largest tensors at a peak, with what `peak` gives beside it."""
         names = [node.name for node in program.nodes]
         scopes = {part for name in names for part in name.split("/")}
 
@@ -322,12 +320,13 @@ class Step:
 
 
 def largest_tensors(model: keras.Model, batch: Any, rows: int) -> tuple:
-    """What an error says of a step without options: see `Step.tensors`.
+    """What an error says of a step without options: see `Step.largest`.
 
     Nothing where the step cannot be traced: the error is what matters.
     """
     try:
-        return Step(model, batch).tensors(rows)
+        step = Step(model, batch)
+        return step.largest(*step.peak(rows))
     except Exception:
         return ()
 

@@ -201,8 +201,7 @@ def measure(
             if key not in cost_by_signature:
                 cost_by_signature[key] = _cost_of(call, costs, compiled)
             found.append(cost_by_signature[key])
-        if verbose:
-            progress.add(1)
+        progress.add(1)
     return _assemble(recording, found)
 
 
