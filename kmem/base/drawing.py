@@ -41,7 +41,9 @@ _READABLE = 0.06
 class Shown:
     """What a notebook shows by its `summary`."""
 
-    summary: Callable[[], str]
+    def summary(self) -> str:
+        """In words."""
+        raise NotImplementedError
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(self.summary())}</pre>"

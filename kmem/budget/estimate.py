@@ -20,7 +20,6 @@ import tensorflow as tf
 from kmem.base import drawing
 from kmem.base import patching
 from kmem.base import private_keras
-from kmem.base.private_keras import all_layers
 from kmem.base.sizes import format_size
 from kmem.fit.session import Session
 from kmem.graph import reading
@@ -163,7 +162,7 @@ class Step:
         self._program = functools.cache(self._sized)
         self.peak = functools.cache(self._simulated)
         self._trace()
-        self._layers = {layer.name for layer in all_layers(model)}
+        self._layers = {layer.name for layer in private_keras.all_layers(model)}
         weights = model.trainable_variables
         self._weights = {batches.num_bytes(variable) for variable in weights}
 
@@ -183,7 +182,7 @@ class Step:
 
         telling = [
             patching.method(layer, patching.call_of(layer), tell)
-            for layer in all_layers(model)
+            for layer in private_keras.all_layers(model)
         ]
 
         def trace(optimizer):
