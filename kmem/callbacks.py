@@ -88,8 +88,7 @@ class EndOfGroup(keras.callbacks.Callback):
             self._session.end_group()
 
     def on_epoch_end(self, epoch, logs=None):
-        if self._session is not None:
-            self._session.end_group()
+        self.on_test_begin()
 
 
 @contextlib.contextmanager

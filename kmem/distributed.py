@@ -119,9 +119,8 @@ def visible_gpus() -> list[str]:
     named = cluster.visible_gpus(os.environ)
     if named is not None:
         return named
-    return [
-        str(i) for i, _ in enumerate(tf.config.list_physical_devices("GPU"))
-    ]
+    gpus = tf.config.list_physical_devices("GPU")
+    return list(map(str, range(len(gpus))))
 
 
 def how_many(num_processes: int | None, gpus: list[str]) -> int:

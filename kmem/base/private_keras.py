@@ -16,8 +16,9 @@ from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import trainer
 
-# Where `Loss.__call__` looks up what reduces its values.
-# step/test_loss_terms.py
+# Where `Loss.__call__` looks up what reduces its values, and what divides
+# their mean by the number of replicas.
+# step/test_loss_terms.py, multilevel/test_multilevel_mirrored.py
 from keras.src.losses import loss as loss
 from keras.src.trainers.data_adapters import array_slicing
 

@@ -38,33 +38,20 @@ class Learned:
     measured: dict[Point, int] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass
 class Corrector:
-    """Plans one step, and corrects the plan by dry runs.
+    """Plans one step, and corrects the plan by dry runs."""
 
-    Args:
-        learned: What is known of models of this structure; it is added to.
-        microbatch: What a micro-batch is given, as `tf.TensorSpec`s.
-        mode: How the step runs.
-        in_use: The bytes that are in memory before a step.
-        run: Runs the step by a plan, and tells what it took, or `None`
-            if it ran out of memory. `None` leaves it at the drawing.
-    """
-
-    def __init__(
-        self,
-        learned: Learned,
-        microbatch: Any,
-        mode: Literal["eager", "graph", "xla"],
-        in_use: int,
-        run: Callable[[Plan], Measurement | None] | None,
-    ):
-        self._learned = learned
-        self._chooser = learned.chooser
-        self._microbatch = microbatch
-        self._mode = mode
-        # What else is in memory is part of the peak.
-        self._in_use = in_use
-        self._run = run
+    # Of models of this structure; it is added to.
+    learned: Learned
+    # What a micro-batch is given, as `tf.TensorSpec`s.
+    microbatch: Any
+    mode: Literal["eager", "graph", "xla"]
+    # The bytes that are in memory before a step, which are part of its peak.
+    in_use: int
+    # Runs the step by a plan, and tells what it took, or `None` if it ran out
+    # of memory. `None` leaves it at the drawing.
+    run: Callable[[Plan], Measurement | None] | None
 
     def plan(
         self, asked: int | float | str, reserved: int, argument: str = "budget"
@@ -79,12 +66,12 @@ class Corrector:
         Raises:
             InfeasibleBudget: If no plan stays within it.
         """
-        resident = self._in_use + self._learned.extra_bytes
+        resident = self.in_use + self.learned.extra_bytes
         if asked == "auto":
             return self._auto(resident)
         budget = asked
         if isinstance(asked, float):
-            point = self._chooser.everything
+            point = self.learned.chooser.everything
             everything = self._measured(point, None, resident)
             unplanned = everything.predicted_peak_bytes
             if asked == 1:
@@ -102,12 +89,12 @@ class Corrector:
     def _auto(self, resident: int) -> Plan:
         """The smallest peak for a bounded slowdown, and no more recomputation
         than that takes."""
-        point = self._chooser.auto()
+        point = self.learned.chooser.auto()
         best = self._measured(point, None, resident)
-        if self._mode != "xla" or self._run is None:
+        if self.mode != "xla" or self.run is None:
             return best
         # XLA orders operations itself: from some plan on, peaks stay the same.
-        low, high = point.peak_bytes, best.predicted_peak_bytes - self._in_use
+        low, high = point.peak_bytes, best.predicted_peak_bytes - self.in_use
         for _ in range(tuning.MAX_ATTEMPTS // 2):
             if high - low <= tuning.DOUBT * high:
                 break
@@ -121,12 +108,12 @@ class Corrector:
 
     def _within(self, budget: int, resident: int) -> Plan | None:
         """The fastest plan that stays within the budget in a dry run."""
-        room = max(budget - self._in_use, 0)
+        room = max(budget - self.in_use, 0)
         target = budget - int(tuning.MARGIN * room)
         best = None
         if known := self._known_within(target):
             point = min(known, key=lambda point: point.seconds)
-            best = self._measured(point, budget, self._in_use)
+            best = self._measured(point, budget, self.in_use)
             if target - best.predicted_peak_bytes <= tuning.DOUBT * room:
                 return best
         tried: set[tuple] = set()
@@ -141,7 +128,7 @@ class Corrector:
             point = self._point(drawn)
             is_last = attempt == tuning.MAX_ATTEMPTS - 1
             if best is None and (is_last or point.segments in tried):
-                point = self._chooser.smallest
+                point = self.learned.chooser.smallest
             if point.segments in tried:
                 break
             tried.add(point.segments)
@@ -161,41 +148,40 @@ class Corrector:
         the lowest above it of one that did not."""
         within = self._known_within(target)
         low = max((point.peak_bytes for point in within), default=0)
-        peaks = [
-            p.peak_bytes for p in self._learned.measured if p not in within
-        ]
+        peaks = [p.peak_bytes for p in self.learned.measured if p not in within]
         return low, min((peak for peak in peaks if peak > low), default=None)
 
     def _known_within(self, target: int) -> list[Point]:
         """The plans that stayed within a target, with what is in use now."""
         return [
             point
-            for point, extra in self._learned.measured.items()
-            if point.peak_bytes + extra + self._in_use <= target
+            for point, extra in self.learned.measured.items()
+            if point.peak_bytes + extra + self.in_use <= target
         ]
 
     def _point(self, budget_bytes: int) -> Point:
         try:
-            return self._chooser.within(budget_bytes)
+            return self.learned.chooser.within(budget_bytes)
         except InfeasibleBudget:
             # By the drawing; only a dry run can tell.
-            return self._chooser.smallest
+            return self.learned.chooser.smallest
 
     def _infeasible(
         self, budget: int, reserved: int, argument: str, written: str
     ) -> InfeasibleBudget:
-        drawn = self._chooser.smallest.peak_bytes
-        measured = self._learned.measured.items()
+        chooser = self.learned.chooser
+        drawn = chooser.smallest.peak_bytes
+        measured = self.learned.measured.items()
         peaks = [point.peak_bytes + extra for point, extra in measured]
         smallest = min(peaks, default=drawn)
-        bound = min(peak_lower_bound(self._chooser.network.graph), drawn)
-        bound = min(bound + self._learned.extra_bytes, smallest)
+        bound = min(peak_lower_bound(chooser.network.graph), drawn)
+        bound = min(bound + self.learned.extra_bytes, smallest)
         # A little more is in memory when it is asked for.
-        least = self._in_use + smallest / (1 - 2 * tuning.MARGIN)
+        least = self.in_use + smallest / (1 - 2 * tuning.MARGIN)
         return InfeasibleBudget(
             budget + reserved,
             math.ceil(least) + reserved,
-            bound + self._in_use + reserved,
+            bound + self.in_use + reserved,
             argument,
             written,
         )
@@ -203,29 +189,30 @@ class Corrector:
     def _measured(self, point: Point, budget, resident) -> Plan:
         """A plan, with the peak that it was seen to have if it can be run."""
         plan = self._drawn(point, budget, resident)
-        if self._run is None:
+        if self.run is None:
             return plan
-        if point not in self._learned.measured:
-            measurement = self._run(plan)
+        if point not in self.learned.measured:
+            measurement = self.run(plan)
             if measurement is None:  # How much more it needs is not known.
                 peak = max(plan.predicted_peak_bytes, budget or 0)
                 peak += int(tuning.DOUBT * point.peak_bytes)
                 measurement = Measurement(peak, math.inf)
-            extra = measurement.peak_bytes - point.peak_bytes - self._in_use
-            self._learned.measured[point] = extra
-        self._learned.extra_bytes = extra = self._learned.measured[point]
-        return self._drawn(point, budget, self._in_use + extra)
+            extra = measurement.peak_bytes - point.peak_bytes - self.in_use
+            self.learned.measured[point] = extra
+        self.learned.extra_bytes = extra = self.learned.measured[point]
+        return self._drawn(point, budget, self.in_use + extra)
 
     def _drawn(self, point: Point, budget, resident) -> Plan:
-        solver = self._chooser.solver
+        chooser = self.learned.chooser
+        solver = chooser.solver
         within = point.peak_bytes if budget is None else budget - resident
         return Plan(
-            network=self._chooser.network,
+            network=chooser.network,
             segments=point.segments,
-            batch=batches.to_json(self._microbatch),
-            mode=self._mode,
+            batch=batches.to_json(self.microbatch),
+            mode=self.mode,
             solver=solver if isinstance(solver, str) else "genetic",
             budget_bytes=budget,
             resident_bytes=resident,
-            lower_bound_seconds=self._chooser.lower_bound_seconds(within),
+            lower_bound_seconds=chooser.lower_bound_seconds(within),
         )

@@ -248,11 +248,9 @@ def _iterator(
         batch = batches.with_rows(batch, None)
 
     def known(leaf, spec):
-        return (
-            leaf
-            if leaf is None
-            else tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=spec.shape)
-        )
+        if leaf is None:
+            return None
+        return tf.raw_ops.PlaceholderWithDefault(input=leaf, shape=spec.shape)
 
     whole = batches.of_leaves(
         lambda data: keras.tree.map_structure(known, data, batch), data

@@ -20,7 +20,6 @@ import tensorflow as tf
 from kmem.base import drawing
 from kmem.base import patching
 from kmem.base import private_keras
-from kmem.base.private_keras import all_layers
 from kmem.base.sizes import format_size
 from kmem.fit.session import Session
 from kmem.graph import reading
@@ -30,6 +29,7 @@ from kmem.options import MemoryOptions
 from kmem.planning import allocations
 from kmem.planning.timeline import TensorAtPeak
 from kmem.planning.timeline import Timeline
+from kmem.planning.timeline import figure
 from kmem.step import batches
 from kmem.step.capture import optimizers
 
@@ -93,7 +93,7 @@ class Estimate(drawing.Shown):
         Raises:
             ImportError: If matplotlib is missing.
         """
-        self.timeline.plot(path)
+        figure(self.timeline).savefig(path, dpi=150)
 
     def summary(self) -> str:
         """A table: what the peak is made of, the options, and the largest
@@ -162,7 +162,7 @@ class Step:
         self._program = functools.cache(self._sized)
         self.peak = functools.cache(self._simulated)
         self._trace()
-        self._layers = {layer.name for layer in all_layers(model)}
+        self._layers = {layer.name for layer in private_keras.all_layers(model)}
         weights = model.trainable_variables
         self._weights = {batches.num_bytes(variable) for variable in weights}
 
@@ -182,7 +182,7 @@ class Step:
 
         telling = [
             patching.method(layer, patching.call_of(layer), tell)
-            for layer in all_layers(model)
+            for layer in private_keras.all_layers(model)
         ]
 
         def trace(optimizer):
@@ -228,10 +228,6 @@ class Step:
         parameters = batches.num_bytes(self._model.variables)
         return parameters + self._optimizer_bytes + batch
 
-    def tensors(self, rows: int) -> tuple[TensorAtPeak, ...]:
-        """The largest at the peak, for a batch size."""
-        return self._largest(*self.peak(rows))
-
     def estimate(self) -> Estimate:
         """The estimate for the batch."""
         early, _, _ = self.peak(self.rows, late=False)
@@ -253,7 +249,7 @@ class Step:
             "optimizer": self._optimizer_bytes,
             "batch": batch,
         }
-        tensors = self._largest(late, program, sizes)
+        tensors = self.largest(late, program, sizes)
         return Estimate(
             batch_size=self.rows,
             parameter_bytes=parameters,
@@ -300,7 +296,8 @@ class Step:
         peaks[name] = rest + own + self.peak_bytes(size)
         return peaks
 
-    def _largest(self, peak, program, sizes) -> tuple[TensorAtPeak, ...]:
+    def largest(self, peak, program, sizes) -> tuple[TensorAtPeak, ...]:
+        """The largest tensors at a peak, with what `peak` gives beside it."""
         names = [node.name for node in program.nodes]
         scopes = {part for name in names for part in name.split("/")}
 
@@ -322,12 +319,13 @@ class Step:
 
 
 def largest_tensors(model: keras.Model, batch: Any, rows: int) -> tuple:
-    """What an error says of a step without options: see `Step.tensors`.
+    """What an error says of a step without options: see `Step.largest`.
 
     Nothing where the step cannot be traced: the error is what matters.
     """
     try:
-        return Step(model, batch).tensors(rows)
+        step = Step(model, batch)
+        return step.largest(*step.peak(rows))
     except Exception:
         return ()
 

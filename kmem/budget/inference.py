@@ -97,17 +97,16 @@ class BudgetedInference:
         """The model's under these options, from an earlier call if the model
         was not compiled again since, nor the device's limit set."""
         steps = {"test": model.test_step, "predict": model.predict_step}
-        state = (
-            *(budget_bytes(options), *steps.values()),
+        key = (
+            *(options, budget_bytes(options), *steps.values()),
             *(model.run_eagerly, model.jit_compile),
             private_keras.loss_tracker(model) if model.compiled else None,
         )
-        of_model = vars(model).get(_INFERENCES, {})
-        known, inference = of_model.get(options, (None, None))
-        if known != state:
-            inference = cls(model, options, steps, print)
-        inference.tell = print if verbose else lambda line: None
-        object.__setattr__(model, _INFERENCES, {options: (state, inference)})
+        tell = print if verbose else lambda line: None
+        earlier = vars(model).get(_INFERENCES, {})
+        inference = earlier.get(key) or cls(model, options, steps, tell)
+        inference.tell = tell
+        object.__setattr__(model, _INFERENCES, {key: inference})
         return inference
 
     @contextlib.contextmanager
@@ -226,7 +225,7 @@ class BudgetedInference:
             gc.collect()
             others = memory.current() + reserved_bytes
             room = min(self._budget, memory.capacity()) - others
-            with self._steps.undone():
+            with self._steps.changes.undone():
                 self._measure(bucket, int((1 - tuning.MARGIN) * room), others)
             if bucket.count > 1:
                 self._check(bucket, examples, others)
@@ -320,7 +319,7 @@ class BudgetedInference:
         examples = some_rows(examples, 0, num_compared)
         text = self._steps.difference(kind, examples)
         if text:
-            with self._steps.undone():
+            with self._steps.changes.undone():
                 own = self._steps.needed_bytes(kind, batch, rows, 1)
             raise self._impossible(
                 *(1, None if own is None else others + own, others),

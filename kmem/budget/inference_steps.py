@@ -47,7 +47,7 @@ class InferenceSteps:
         self._model: Any = model
         self._steps = steps
         self._functions: dict[tuple, Callable] = {}
-        self._changes = _Changes(model, optimizer=None)
+        self.changes = _Changes(model, optimizer=None)
 
     def take(self, kind: str, batch: Any, count: int) -> tuple[Any, str]:
         """Takes a step with a batch in so many parts; returns what came of
@@ -72,7 +72,7 @@ class InferenceSteps:
         told for want of memory."""
         model, found = self._model, []
         for count in (1, 2):
-            with self.undone():
+            with self.changes.undone():
                 for metric in model.metrics:
                     metric.reset_state()
                 results, message = self.take(kind, examples, count)
@@ -81,10 +81,6 @@ class InferenceSteps:
                 return ""
             found.append({"results": results, "state": state})
         return _difference(*found)
-
-    def undone(self) -> patching.Context:
-        """Within, steps leave no trace."""
-        return self._changes.undone()
 
     def trace_again(self) -> None:
         """Has steps traced anew."""
@@ -125,7 +121,7 @@ class InferenceSteps:
 
         def take_step(data):
             results = step(data)
-            self._changes.look()
+            self.changes.look()
             return results
 
         try:

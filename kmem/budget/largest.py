@@ -21,7 +21,6 @@ from kmem.base import drawing
 from kmem.base.sizes import format_size
 from kmem.base.sizes import parse_size
 from kmem.budget import dry_run
-from kmem.budget.dry_run import Measurement
 from kmem.budget.inference_steps import InferenceSteps
 from kmem.fit.session import Session
 from kmem.keras_graph.profiling import check_built
@@ -145,7 +144,7 @@ class _Steps:
         self._inference = InferenceSteps(model, {"test": model.test_step})
         self.num_runs = 0
 
-    def measure(self, rows: int) -> Measurement | None:
+    def measure(self, rows: int) -> dry_run.Measurement | None:
         """What a step needs, with the batch that comes next."""
         specs = batches.with_rows(self._batch, rows)
         is_traced = self.num_runs > 0
@@ -176,7 +175,7 @@ class _Steps:
 
 def _search(steps: _Steps, room: int, multiple_of: int) -> LargestBatch:
     """Goes from one size to the next until the bracket is small."""
-    fits: dict[int, Measurement] = {}
+    fits: dict[int, dry_run.Measurement] = {}
     # What was run, by size, and the smallest size that does not fit.
     peaks: dict[int, int] = {}
     too_large: int | None = None

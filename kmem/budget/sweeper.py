@@ -146,8 +146,7 @@ class _Sweeper:
         )
         for trial in trials * self._steps:
             trial.run()
-            if verbose:
-                progress.add(1)
+            progress.add(1)
         return self._result(forecast)
 
     def _trial(self, threshold_bytes: int) -> DTR:
@@ -263,13 +262,11 @@ class _Trial:
         total = self._statistics
         if total is None:
             return row
-        return dataclasses.replace(
-            row,
-            num_evictions=round(total.num_evictions / self._num_steps),
-            num_recomputations=round(
-                total.num_recomputations / self._num_steps
-            ),
-        )
+        counts = {
+            name: round(getattr(total, name) / self._num_steps)
+            for name in ("num_evictions", "num_recomputations")
+        }
+        return dataclasses.replace(row, **counts)
 
     def _step(self, index: int) -> None:
         self._try(index)

@@ -29,18 +29,47 @@ from kmem.base.sizes import format_size
 from kmem.budget import choosing
 from kmem.budget import report as reports
 from kmem.budget import tuning
-from kmem.budget.bucket import Bucket
 from kmem.budget.inference import BudgetedInference
 from kmem.budget.inference import budget_bytes
 from kmem.budget.inference_steps import attempt
 from kmem.fit import pipeline
 from kmem.fit import undoing
+from kmem.fit.session import Session
 from kmem.fit.session import compiled_state
 from kmem.options import MemoryOptions
 from kmem.sharding import agreeing
 from kmem.step import batches
 
 _SESSIONS = "_kmem_budgeted"
+
+
+@dataclasses.dataclass
+class Bucket:
+    """How steps are taken with batches of some shapes, or smaller ones."""
+
+    batch: Any
+    session: Session
+    report: reports.MemoryReport
+    # Between the steps.
+    expected_in_use_bytes: int
+    # Whether nothing that needs less is known.
+    is_least: bool = False
+    num_steps: int = 0
+    reader: undoing.Reader | None = None
+    # Whether steps write summaries, as the search's do not.
+    writes: bool = False
+
+    def step(self, spec: Any) -> Callable:
+        """Takes a step with a batch, of which `fit` knows this."""
+        if not self.writes and tf.summary.should_record_summaries():
+            self.writes = True
+            self.session.trace_again()
+        return self.session.on_batch(spec)
+
+    def read_state(self) -> undoing.Reader:
+        """Reads what a step changes; the first one may make variables."""
+        self.reader = self.session.changes.reader(self.reader)
+        return self.reader
 
 
 class BudgetedSession:
@@ -53,7 +82,6 @@ class BudgetedSession:
     def __init__(self, model: keras.Model, options: MemoryOptions):
         self.model: Any = model
         self._options = options
-        self._compiled = compiled_state(model)
         self._group = agreeing.processes(options)
         strategy = self.model.distribute_strategy
         self._num_replicas = strategy.num_replicas_in_sync
@@ -85,16 +113,11 @@ class BudgetedSession:
     ) -> "BudgetedSession":
         """The model's session under these options, from an earlier `fit` if
         the model was not compiled again since, nor the device's limit set."""
-        sessions = vars(model).get(_SESSIONS, {})
-        session = sessions.get(options)
-        fresh = cls(model, options)
-        if session is None or (
-            session._compiled != fresh._compiled
-            or session._budget != fresh._budget
-        ):
-            session = fresh
+        key = options, budget_bytes(options), compiled_state(model)
+        earlier = vars(model).get(_SESSIONS, {})
+        session = earlier.get(key) or cls(model, options)
         session._verbose = verbose
-        object.__setattr__(model, _SESSIONS, {options: session})
+        object.__setattr__(model, _SESSIONS, {key: session})
         return session
 
     def prepare(self, batch, spec, reserved_bytes: int, reused: bool):

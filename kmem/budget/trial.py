@@ -52,33 +52,24 @@ from kmem.step import capture
 _measurements: dict[tuple, Measurement] = {}
 
 
+@dataclasses.dataclass(eq=False)
 class Drawing:
-    """What the steps of a model need, in micro-batches of any size.
+    """What the steps of a model need, in micro-batches of any size."""
 
-    Args:
-        model: The model, with its variables.
-        batch: The whole batch, as `tf.TensorSpec`s.
-        options: The options, without micro-batches.
-        most_bytes: What a layer may need by itself while it is measured.
-        verbose: 1 shows progress.
-    """
+    model: keras.Model
+    # The whole batch, as `tf.TensorSpec`s.
+    batch: Any
+    # Without micro-batches.
+    options: MemoryOptions
+    # What a layer may need by itself while it is measured.
+    most_bytes: int
+    # 1 shows progress.
+    verbose: int
 
-    def __init__(
-        self,
-        model: keras.Model,
-        batch: Any,
-        options: MemoryOptions,
-        most_bytes: int,
-        verbose: int,
-    ):
-        self._model = model
-        self._batch = batch
-        self._options = options
-        self._most_bytes = most_bytes
-        self._verbose = verbose
+    def __post_init__(self):
         self._choosers: dict[tuple[int, bool], Chooser] = {}
         self._recordings: dict[int, Recording] = {}
-        self._num_rows = batches.num_rows(batch) or 1
+        self._num_rows = batches.num_rows(self.batch) or 1
 
     def least_bytes(self, size: int, is_split: bool) -> int:
         """What a step without a plan makes, in micro-batches of a size, of one
@@ -101,8 +92,8 @@ class Drawing:
         return self._choosers[size, is_split]
 
     def _of_parts(self, network: Network, is_split: bool) -> Network:
-        adds_up = is_split or self._options.num_batches > 1
-        return planner.of_parts(self._model, network) if adds_up else network
+        adds_up = is_split or self.options.num_batches > 1
+        return planner.of_parts(self.model, network) if adds_up else network
 
     @functools.cached_property
     def _traced(self) -> Network:
@@ -112,16 +103,16 @@ class Drawing:
     def _measured(self) -> tuple[Network, int]:
         """The layers, and the micro-batch in which they were measured: the
         largest in which each has room by itself."""
-        if profiling.mode(self._model, self._options) == "xla":
+        if profiling.mode(self.model, self.options) == "xla":
             control.prefer_little_memory()
         costs: Costs = "measured" if memory.is_counted() else "flops"
         size = self._num_rows
         while True:
             scaled = self._traced.scaled(size / self._num_rows)
-            has_room = peak_lower_bound(scaled.graph) <= self._most_bytes
+            has_room = peak_lower_bound(scaled.graph) <= self.most_bytes
             try:
                 if has_room or size == 1:
-                    return self._network(size, costs, self._verbose), size
+                    return self._network(size, costs, self.verbose), size
             except tf.errors.ResourceExhaustedError:
                 if size == 1:
                     raise
@@ -130,7 +121,7 @@ class Drawing:
     def _network(self, size: int, costs: Costs, verbose: int) -> Network:
         recording = self.recording(size)
         return planner.network_of(
-            *(self._model, recording, self._options, costs, verbose)
+            *(self.model, recording, self.options, costs, verbose)
         )
 
     def network(self, size: int, is_split: bool) -> Network:
@@ -142,9 +133,9 @@ class Drawing:
     def recording(self, size: int) -> Recording:
         """What the model calls in a micro-batch of a size."""
         if size not in self._recordings:
-            microbatch = batches.with_rows(self._batch, size)
-            with as_in_a_step(self._model, self._options):
-                recording = profiling.record_batch(self._model, microbatch)
+            microbatch = batches.with_rows(self.batch, size)
+            with as_in_a_step(self.model, self.options):
+                recording = profiling.record_batch(self.model, microbatch)
             self._recordings[size] = recording
         return self._recordings[size]
 

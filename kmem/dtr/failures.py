@@ -19,11 +19,9 @@ from kmem.base.patching import Context
 from kmem.base.patching import attribute
 from kmem.base.patching import setting
 from kmem.base.patching import together
-from kmem.base.private_tf import imperative_grad
-from kmem.base.private_tf import record
 
-_plain_pass = imperative_grad.imperative_grad
-_plain_record_operation = record.record_operation
+_plain_pass = private_tf.imperative_grad.imperative_grad
+_plain_record_operation = private_tf.record.record_operation
 
 
 # The error of the backward pass that runs here, once there is one; `None` where
@@ -37,8 +35,8 @@ def freed_on_failure() -> Context:
     """Backward passes within free their gradients also if they fail."""
     _register()
     changes = (
-        attribute(imperative_grad, "imperative_grad", _run_pass),
-        attribute(record, "record_operation", _record_operation),
+        attribute(private_tf.imperative_grad, "imperative_grad", _run_pass),
+        attribute(private_tf.record, "record_operation", _record_operation),
     )
     return together(changes)
 

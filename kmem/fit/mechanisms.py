@@ -112,17 +112,16 @@ class SplitStep(WholeStep):
             alone = strategy.num_replicas_in_sync == 1
             collect = self._updater.collect if alone else lambda batch: None
             self._compute = _compiled(self._gradient, collect)
+        self.layers_that_differ = self._gradient.layers_that_differ
+        self.warn_of_parts = self._gradient.warn_of_parts
+        self.start = self._updater.start
+        self.end_group = self._updater.flush
+        self.unfinished = self._updater.unfinished
+        self.go_on = self._updater.go_on
 
     @property
     def layers_that_see_parts(self) -> list[keras.layers.Layer]:
         return self._gradient.layers_that_see_parts
-
-    def layers_that_differ(self, spec) -> list[keras.layers.Layer]:
-        """As in `GradientStep`."""
-        return self._gradient.layers_that_differ(spec)
-
-    def start(self) -> None:
-        self._updater.start()
 
     def stop(self, failed: bool = False) -> None:
         self._updater.stop()
@@ -133,18 +132,6 @@ class SplitStep(WholeStep):
     def update(self, computed: microbatch.BatchGradient):
         self._updater.add(computed)
         return computed.logs
-
-    def end_group(self) -> None:
-        self._updater.flush()
-
-    def unfinished(self) -> list | None:
-        return self._updater.unfinished()
-
-    def go_on(self, group: list) -> None:
-        self._updater.go_on(group)
-
-    def warn_of_parts(self) -> None:
-        self._gradient.warn_of_parts()
 
 
 def _compiled(

@@ -21,13 +21,8 @@ import tensorflow as tf
 
 from kmem.base import patching
 from kmem.base import private_keras
+from kmem.fit import mechanisms
 from kmem.fit import requirements
-from kmem.fit.mechanisms import Evicting
-from kmem.fit.mechanisms import Mixed
-from kmem.fit.mechanisms import SplitStep
-from kmem.fit.mechanisms import WholeStep
-from kmem.fit.mechanisms import in_chunks
-from kmem.fit.mechanisms import planned
 from kmem.fit.undoing import Changes
 from kmem.fit.undoing import Undoing
 from kmem.graph import ordering
@@ -103,12 +98,12 @@ class Session:
         mixed = evicting = sharded = self._undoing = None
         train_step = model.train_step
         if options.mixed_precision is not None:
-            mixed = Mixed(model, options.mixed_precision)
+            mixed = mechanisms.Mixed(model, options.mixed_precision)
             optimizer = mixed.optimizer
         optimizer = optimizer or model.optimizer
         self.changes = Changes(model, optimizer, options.dtr is not None)
         if plan is not None:
-            train_step = planned(model, options, plan, recording)
+            train_step = mechanisms.planned(model, options, plan, recording)
         processes = Alone()
         if options.sharding is not None:
             sharded = ShardedTraining(
@@ -127,26 +122,26 @@ class Session:
             or optimizer is not model.optimizer
             or sharded is not None
         ):
-            self.step: WholeStep = SplitStep(
+            self.step: mechanisms.WholeStep = mechanisms.SplitStep(
                 *(model, train_step, optimizer, options, processes),
                 ordered=plan is not None,
                 early=early,
             )
         else:
-            self.step = WholeStep(train_step)
+            self.step = mechanisms.WholeStep(train_step)
         if options.dtr is not None:
-            evicting = Evicting(
+            evicting = mechanisms.Evicting(
                 *(model, options.dtr, self.changes),
                 # A layer that gathers its weights is not one operator.
                 compiles=sharded is None,
-                repeats=not isinstance(self.step, SplitStep),
+                repeats=not isinstance(self.step, mechanisms.SplitStep),
             )
         # Where several processes train, one that fails ends all of them.
         replicas = model.distribute_strategy.num_replicas_in_sync
         if processes.num_processes == replicas == 1:
             self._undoing = Undoing(model, self.changes)
-        together = (evicting, mixed, sharded, *in_chunks(model, options))
-        together += (self.step, self._undoing)
+        chunked = mechanisms.in_chunks(model, options)
+        together = evicting, mixed, sharded, *chunked, self.step, self._undoing
         self._mechanisms = [each for each in together if each is not None]
 
     @classmethod

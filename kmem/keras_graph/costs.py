@@ -14,7 +14,6 @@ import functools
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 from typing import Literal
 
 import keras
@@ -33,6 +32,7 @@ from kmem.remat import purity
 from kmem.remat import state
 from kmem.step import capture
 from kmem.step.batches import num_bytes
+from kmem.step.batches import random_data
 
 # How a call's costs are found.
 Costs = Literal["measured", "flops", "traced"]
@@ -96,17 +96,18 @@ def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
     run, inputs = _of_tensors(call)
     results = [tf.TensorSpec(t.shape, t.dtype) for t in call.results]
     variables = [_of_one_replica(v.value) for v in trained(call)]
-    backward = _Backward(run, variables)
+    noted: list[Cost] = []
+    gradients = functools.partial(_gradients, run, variables, noted)
     forward, both = (
         # As in a step.
         releasing.function(
             functools.partial(ordering.one_by_one, each),
             jit_compile=compiled or None,
         )
-        for each in (run, backward.gradients)
+        for each in (run, gradients)
     )
     graph = both.get_concrete_function(inputs, results).graph
-    cost = backward.cost
+    cost = noted[-1]
     if costs == "traced":
         return cost
     is_run = not (call.effects or purity.may_refuse(graph.get_operations()))
@@ -120,9 +121,9 @@ def cost_of(call: Call, costs: Costs, compiled: bool = False) -> Cost:
                 f"batch of a known shape. Received: {call.name}, which gives "
                 + ", ".join(str(spec.shape) for spec in results)
             )
-        tensors = list(map(_random, inputs))
+        tensors = random_data(inputs)
         seconds, forward_peak = _measure(forward, tensors)
-        upstream = list(map(_random, results))
+        upstream = random_data(results)
         both_seconds, backward_peak = _measure(both, tensors, upstream)
     # Of `both`, whose backward pass may need the forward pass.
     again = bool(cost.residual_bytes or cost.kept_outputs)
@@ -174,56 +175,47 @@ def _of_tensors(call: Call) -> tuple[Callable, list[tf.TensorSpec]]:
     return run, [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
 
 
-class _Backward:
-    """The gradient of a function.
-
-    Attributes:
-        cost: What it reads of the forward pass, without times; once traced.
-    """
-
-    cost: Cost
-
-    def __init__(self, run: Callable, variables: list):
-        self._run = run
-        self._variables = variables
-
-    def gradients(self, inputs, output_gradients) -> list[tf.Tensor]:
-        """Traces the function and its gradient. If that reads more than
-        arguments and results, it waits for all of the forward pass."""
-        floats = [i for i, t in enumerate(inputs) if t.dtype.is_floating]
-        sources = [inputs[i] for i in floats]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(sources + self._variables)
-            outputs = self._run(inputs)
-        graph = tf.compat.v1.get_default_graph()
-        num_forward = len(graph.get_operations())
-        upstream = list(map(tf.identity, output_gradients))
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(outputs, upstream, strict=True)
-            if output.dtype.is_floating
-        ]
-        gradients = tape.gradient(
-            [output for output, _ in pairs],
-            sources + self._variables,
-            output_gradients=[gradient for _, gradient in pairs],
-        )
-        if not private_tf.in_xla():
-            made = graph.get_operations()[num_forward:]
-            latest = repeats.once(ordering.needed_of(made, gradients))
-            gradients = [latest(gradient) for gradient in gradients]
-        given = zip(floats, gradients, strict=False)
-        self.cost = _cost_in_graph(
-            *(inputs, outputs, output_gradients, num_forward),
-            {i: g for i, g in given if g is not None},
-            [g for g in gradients[len(floats) :] if g is not None],
-        )
-        if self.cost.residual_bytes:
-            ends = [output.op for output in outputs]
-            for gradient in upstream:
-                private_tf.wait_for(gradient.op, ends)
-        found = [g for g in gradients if g is not None]
-        return tf.nest.flatten(found, expand_composites=True)
+def _gradients(
+    run: Callable, variables: list, noted: list[Cost], inputs, output_gradients
+) -> list[tf.Tensor]:
+    """Traces a function and its gradient, and notes what that reads of the
+    forward pass, without times. If it reads more than arguments and results,
+    it waits for all of the forward pass."""
+    floats = [i for i, t in enumerate(inputs) if t.dtype.is_floating]
+    sources = [inputs[i] for i in floats]
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(sources + variables)
+        outputs = run(inputs)
+    graph = tf.compat.v1.get_default_graph()
+    num_forward = len(graph.get_operations())
+    upstream = list(map(tf.identity, output_gradients))
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, upstream, strict=True)
+        if output.dtype.is_floating
+    ]
+    gradients = tape.gradient(
+        [output for output, _ in pairs],
+        sources + variables,
+        output_gradients=[gradient for _, gradient in pairs],
+    )
+    if not private_tf.in_xla():
+        made = graph.get_operations()[num_forward:]
+        latest = repeats.once(ordering.needed_of(made, gradients))
+        gradients = [latest(gradient) for gradient in gradients]
+    given = zip(floats, gradients, strict=False)
+    cost = _cost_in_graph(
+        *(inputs, outputs, output_gradients, num_forward),
+        {i: g for i, g in given if g is not None},
+        [g for g in gradients[len(floats) :] if g is not None],
+    )
+    noted.append(cost)
+    if cost.residual_bytes:
+        ends = [output.op for output in outputs]
+        for gradient in upstream:
+            private_tf.wait_for(gradient.op, ends)
+    found = [g for g in gradients if g is not None]
+    return tf.nest.flatten(found, expand_composites=True)
 
 
 def _cost_in_graph(
@@ -316,14 +308,6 @@ def _seconds(function: Callable, *arguments) -> float:
 @functools.cache
 def _nothing() -> Callable:
     return releasing.function(lambda: tf.constant(0.0))
-
-
-def _random(spec: tf.TensorSpec) -> tf.Tensor:
-    if spec.dtype.is_floating:
-        # Positive, for logarithms and roots.
-        shape: Any = spec.shape.as_list()
-        return tf.cast(tf.random.uniform(shape, 0.1, 1.0), spec.dtype)
-    return tf.zeros(spec.shape, spec.dtype)
 
 
 def _computed_seconds(graph: tf.Graph) -> float:

@@ -25,7 +25,6 @@ from kmem.planning.network import Network
 from kmem.planning.network import Stage
 from kmem.step import batches
 from kmem.step import capture
-from kmem.step.batches import num_bytes
 
 # How a user may have costs found.
 COSTS = "measured", "flops"
@@ -201,8 +200,7 @@ def measure(
             if key not in cost_by_signature:
                 cost_by_signature[key] = _cost_of(call, costs, compiled)
             found.append(cost_by_signature[key])
-        if verbose:
-            progress.add(1)
+        progress.add(1)
     return _assemble(recording, found)
 
 
@@ -222,7 +220,7 @@ def _cost_of(call: Call, costs: Costs, compiled: bool) -> Cost:
 
 def _assemble(recording: Recording, costs: list[Cost]) -> Profile:
     """Puts recording and costs together."""
-    sizes = tuple(map(num_bytes, recording.tensors))
+    sizes = tuple(map(batches.num_bytes, recording.tensors))
     # Values that depend on variables: only these have gradients.
     trained: set[int] = set()
     predictions = set(recording.outputs)

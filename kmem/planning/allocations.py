@@ -78,7 +78,6 @@ class Peak:
 
     Attributes:
         num_bytes: Of what the nodes make.
-        node: The number of the node that runs at the peak.
         held: What is in memory then, the largest first.
         end_bytes: What is left at the end: results.
         arrays: All that was in memory at any time.
@@ -86,7 +85,6 @@ class Peak:
     """
 
     num_bytes: int
-    node: int
     held: tuple[Held, ...]
     end_bytes: int = 0
     arrays: tuple[Held, ...] = ()
@@ -178,7 +176,6 @@ class _Run:
         self._in_use = self._peak_bytes = 0
         self._num_begun = self._peak_at = 0
         self._starts: list[float] = []
-        self._peak_node = 0
         self._queues = [collections.deque() for _ in range(num_threads)]
         self._next = [collections.deque() for _ in range(num_threads)]
 
@@ -208,9 +205,9 @@ class _Run:
         arrays = [each for each in self._held if each.num_bytes]
         held = [a for a in arrays if a.born <= self._peak_at < a.died]
         held.sort(key=lambda each: -each.num_bytes)
+        starts = *self._starts, now
         return Peak(
-            *(self._peak_bytes, self._peak_node, tuple(held), self._in_use),
-            *(tuple(arrays), (*self._starts, now)),
+            self._peak_bytes, tuple(held), self._in_use, tuple(arrays), starts
         )
 
     def _take(self, thread: int) -> int | None:
@@ -254,8 +251,7 @@ class _Run:
             array = self._new(number, -1, node.workspace_bytes)
             self._workspace[number] = array
         if self._in_use > self._peak_bytes:
-            self._peak_bytes, self._peak_node = self._in_use, number
-            self._peak_at = self._num_begun
+            self._peak_bytes, self._peak_at = self._in_use, self._num_begun
 
     def _forwarded(self, node: Node, size: int) -> int | None:
         for value in node.reads:

@@ -252,10 +252,9 @@ class Plan(drawing.Shown):
             if not values.issuperset(own | {*stage.gradients, *stage.passed}):
                 raise ValueError("no such value")
         places = set(range(len(network.stages) + 1))
-        if not places.issuperset(itertools.chain(*network.lines)):
-            raise ValueError("no such place")
-        if not places.issuperset(itertools.chain(*network.shared)):
-            raise ValueError("no such stage")
+        named = itertools.chain(*network.lines, *network.shared)
+        if not places.issuperset(named):
+            raise ValueError("no such place or stage")
         json.loads(self.batch)
         numbers = [
             getattr(stage, name)

@@ -5,7 +5,6 @@ peak, with their names.
 """
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from typing import Any
@@ -68,10 +67,6 @@ class Timeline:
     fixed: Mapping[str, int] = dataclasses.field(default_factory=dict)
     in_use: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     tensors: tuple[TensorAtPeak, ...] = ()
-
-    def plot(self, path: str | os.PathLike) -> None:
-        """Writes a picture."""
-        figure(self).savefig(path, dpi=150)
 
 
 def figure(timeline: Timeline) -> "Figure":

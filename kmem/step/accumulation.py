@@ -16,7 +16,6 @@ from kmem.base import patching
 from kmem.base import private_keras
 from kmem.graph import releasing
 from kmem.graph.names import operations
-from kmem.graph.releasing import zeros
 from kmem.step import updates
 from kmem.step.loss_terms import SUM
 from kmem.step.microbatch import BatchGradient
@@ -285,7 +284,7 @@ class _Pending:
     def reset(self) -> None:
         """Begins a group."""
         for variable, shape in self._accumulators():
-            variable.assign(zeros(shape, variable.dtype))
+            variable.assign(releasing.zeros(shape, variable.dtype))
         for variable in self._denominators.values():
             variable.assign(tf.zeros([], variable.dtype))
         self.num_batches.assign(0)

@@ -162,17 +162,6 @@ class Loss:
         return ROWS, special
 
 
-class Means:
-    """Reduces as Keras does, and takes back its division by replicas."""
-
-    def reduced(self, values, sample_weight, mask, reduction, dtype):
-        loss: Any = _reduce(values, sample_weight, mask, reduction, dtype)
-        was_divided = reduction not in (None, "none", "sum")
-        if was_divided and len(values.shape) > 0:
-            loss = keras_loss.unscale_loss_for_distribution(loss)
-        return loss
-
-
 def recording(terms: LossTerms, layers=()) -> patching.Context:
     """Lets `terms` see, and scale, every Keras loss of this thread.
 

@@ -10,6 +10,7 @@ every part.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import keras
@@ -348,10 +349,7 @@ class _Part:
         variables = [
             variable
             for are_there in self._are_there
-            for is_there, variable in zip(
-                are_there, self.variables, strict=True
-            )
-            if is_there
+            for variable in itertools.compress(self.variables, are_there)
         ]
         return variables + [None] * len(self._logs.tensors)
 

@@ -187,6 +187,19 @@ def test_costing_changes_nothing(measured):
         np.testing.assert_array_equal(variable.numpy(), value)
 
 
+@pytest.mark.parametrize("find", [kmem.profile, kmem.plan])
+def test_costing_takes_no_random_numbers_of_the_program_s(find):
+    model = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(WIDTH)])
+    model.compile("sgd", "mse")
+    keras.utils.set_random_seed(0)
+    without = tf.random.uniform((4,))
+
+    keras.utils.set_random_seed(0)
+    find(model, (tf.TensorSpec((ROWS, WIDTH)), tf.TensorSpec((ROWS, WIDTH))))
+
+    np.testing.assert_array_equal(tf.random.uniform((4,)), without)
+
+
 def test_computed_costs_are_repeatable():
     model = keras.Sequential(
         [keras.Input((WIDTH,)), layers.Dense(WIDTH, "relu"), layers.Dense(1)]
