@@ -46,7 +46,7 @@ class InferenceSteps:
     def __init__(self, model: keras.Model, steps: Mapping[str, Callable]):
         self._model: Any = model
         self._steps = steps
-        self._functions: dict[tuple, Callable] = {}
+        self._functions: dict[tuple, tuple[Any, Callable]] = {}
         self.changes = _Changes(model, optimizer=None)
 
     def take(self, kind: str, batch: Any, count: int) -> tuple[Any, str]:

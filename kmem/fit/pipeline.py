@@ -57,9 +57,10 @@ def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
     if rows is None:
         return None
     data = [x, arguments.get("y"), arguments.get("sample_weight")]
+    parts: Any = keras.tree.map_structure(_in_floatx, data)
     specs = [
         batches.with_rows(batches.specs_of(part, examples=True), rows)
-        for part in keras.tree.map_structure(_in_floatx, data)
+        for part in parts
     ]
     if arguments.get("class_weight") is not None:
         # Keras makes weights of rows of it.
