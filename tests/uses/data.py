@@ -1,6 +1,7 @@
 """Uses that differ in where the batches come from."""
 
 import keras
+import pandas
 import tensorflow as tf
 
 from uses.arrays import NUM_ROWS
@@ -52,6 +53,15 @@ def tf_dataset(trainer):
     return model
 
 
+def data_frame(trainer):
+    model = dense()
+    x, y = map(pandas.DataFrame, regression())
+    given = {"sample_weight": pandas.Series(weights())}
+    given |= {"batch_size": trainer.batch_size, "validation_split": 0.2}
+    trainer.fit(model, x, y, **given)
+    return model
+
+
 def infinite_tf_dataset(trainer):
     model = dense()
     data = tf.data.Dataset.from_tensor_slices(regression()).take(40)
@@ -77,5 +87,6 @@ def one_batch_for_all(trainer):
 
 USES = [
     *(py_dataset_with_workers, generator, tf_dataset, infinite_tf_dataset),
+    data_frame,
     *(tensors, one_batch_for_all),
 ]
