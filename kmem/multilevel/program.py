@@ -390,6 +390,8 @@ class Program(keras.Model):
                 "`fit` a `validation_model`. Received: program="
                 f"{self.name}, without a `validation_model`"
             )
+        # Keras resets the program's own only.
+        self._validation_model.reset_metrics()
         return super().evaluate(*args, **kwargs)
 
     def test_step(self, data: Any) -> dict[str, Any]:

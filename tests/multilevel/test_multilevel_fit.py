@@ -122,6 +122,35 @@ def test_callbacks_and_validation_are_those_of_keras(tmp_path):
         np.testing.assert_array_equal(one, wanted)
 
 
+def test_each_validation_is_a_mean_of_its_own():
+    made, data, case = program()
+    case.classifier.compile(
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    expected = []
+
+    def evaluate(epoch, logs):
+        expected.append(
+            case.classifier.evaluate(
+                data["reweight"], return_dict=True, verbose=0
+            )
+        )
+
+    history = made.fit(
+        data,
+        epochs=3,
+        verbose=0,
+        validation_data=data["reweight"],
+        validation_model=case.classifier,
+        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=evaluate)],
+    )
+
+    for key in ("loss", "accuracy"):
+        found = history.history[f"val_{key}"]
+        assert found == [logs[key] for logs in expected]
+
+
 def test_the_summary_shows_levels_edges_and_peaks():
     made, data, _ = program()
     lines = []
