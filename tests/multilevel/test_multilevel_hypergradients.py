@@ -303,17 +303,39 @@ def test_updates_of_several_gradients_cannot_be_unrolled(option):
         )
 
 
-def test_a_step_that_an_overflow_prevents_is_not_unrolled():
+def through_a_step(hypergradient, optimizer, gradient, made=False):
+    """What a hypergradient finds where a level has just made a step, or not."""
     case = Ridge()
-    optimizer = case.level.optimizer = keras.optimizers.SGD(0.1)
+    case.level.optimizer = optimizer
     optimizer.build(case.level.variables)
     batch = tf.constant(case.x), tf.constant(case.y)
-    gradients = [tf.fill([Ridge.size], np.float64("inf"))]
+    gradients = [tf.fill([Ridge.size], np.float64(gradient))]
 
     step = updates.noted(case.level, batch, [], gradients)
+    optimizer.iterations.assign_add(int(made))
     updates.finish(case.level, step, 1)
+    return case.found(hypergradient)
 
-    np.testing.assert_array_equal(case.found(Unrolled()), np.zeros(Ridge.size))
+
+@pytest.mark.parametrize("hypergradient", [Unrolled(), SAMA()])
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_a_step_that_an_overflow_prevents_passes_no_gradient(
+    hypergradient, name
+):
+    optimizer = keras.optimizers.get(name)
+
+    found = through_a_step(hypergradient, optimizer, "inf")
+
+    np.testing.assert_array_equal(found, np.zeros(Ridge.size))
+
+
+@pytest.mark.parametrize("hypergradient", [Unrolled(), SAMA()])
+def test_a_learning_rate_of_zero_passes_no_gradient(hypergradient):
+    optimizer = keras.optimizers.Adam(0.0)
+
+    found = through_a_step(hypergradient, optimizer, 1.0, made=True)
+
+    np.testing.assert_array_equal(found, np.zeros(Ridge.size))
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
