@@ -19,6 +19,9 @@ from kmem.multilevel import Program
 from kmem.multilevel import Unrolled
 
 
+EMPTY = tf.data.Dataset.from_tensors(tf.ones([2], "float64")).take(0)
+
+
 def program(stopped_shares=False, **options):
     """A small data reweighting, with layers that have a state."""
     block = [
@@ -439,6 +442,14 @@ def keeping():
         (
             lambda: fit([level("one")], {"two": None}),
             r"for each level, \['one'\]. Received: \['two'\]",
+        ),
+        (
+            lambda: fit([level("one")], {"one": None, 2: None}),
+            r"for each level, \['one'\]. Received: \['one', 2\]",
+        ),
+        (
+            lambda: fit([level("one")], {"one": EMPTY}),
+            "at least one batch. Received: none for level 'one'",
         ),
         (
             lambda: fit([level("one")], {"one": np.ones(3)}),
