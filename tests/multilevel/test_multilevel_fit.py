@@ -18,7 +18,6 @@ from kmem.multilevel import Level
 from kmem.multilevel import Program
 from kmem.multilevel import Unrolled
 
-
 EMPTY = tf.data.Dataset.from_tensors(tf.ones([2], "float64")).take(0)
 
 
