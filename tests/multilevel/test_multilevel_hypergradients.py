@@ -13,6 +13,7 @@ from multilevel_cases import flat
 from multilevel_cases import relative_error
 from tensorflow.python.eager import record
 
+import kmem
 from kmem import remat
 from kmem.multilevel import SAMA
 from kmem.multilevel import ConjugateGradient
@@ -20,6 +21,7 @@ from kmem.multilevel import FiniteDifference
 from kmem.multilevel import Identity
 from kmem.multilevel import Level
 from kmem.multilevel import Neumann
+from kmem.multilevel import Program
 from kmem.multilevel import Unrolled
 from kmem.multilevel import updates
 
@@ -301,6 +303,30 @@ def test_updates_of_several_gradients_cannot_be_unrolled(option):
         Level(
             Vector([1.0], "entries"), print, optimizer, hypergradient=Unrolled()
         )
+
+
+@pytest.mark.parametrize("hypergradient", [Unrolled(), SAMA()])
+def test_moments_in_8_bits_pass_no_gradient_and_are_refused(hypergradient):
+    def program(size, optimizer):
+        level = Level(
+            Vector(np.ones(size), "entries"),
+            lambda x: ops.mean(x) * ops.sum(level.model.entries),
+            optimizer,
+            hypergradient=hypergradient,
+        )
+        return Program([level])
+
+    batch = {"entries": tf.ones([2], "float64")}
+    # Those of a few weights are not in 8 bits.
+    program(8, kmem.optimizers.AdamW8bit()).prepare(batch)
+    program(4096, "adafactor").prepare(batch)
+
+    with pytest.raises(
+        ValueError,
+        match=r"keeps no integers.*level 'entries' with AdamW8bit momentum_code"
+        r"s: uint8 velocity_codes: uint8$",
+    ):
+        program(4096, kmem.optimizers.AdamW8bit()).prepare(batch)
 
 
 def through_a_step(hypergradient, optimizer, gradient, made=False):
