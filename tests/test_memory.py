@@ -570,6 +570,44 @@ def test_a_snapshot_names_what_python_holds_once_and_tells_of_the_rest():
     del same
 
 
+def test_a_snapshot_knows_what_variables_hold_in_the_middle_of_a_fit():
+    model = keras.Sequential(
+        [keras.Input((600,)), keras.layers.Dense(500, name="accumulated")]
+    )
+    model.compile("sgd", "mse")
+    taken = []
+    callback = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: taken.append(
+            memory.snapshot("CPU")
+        )
+    )
+
+    kmem.wrap(model).fit(
+        np.ones((3, 600), "float32"),
+        np.ones((3, 500), "float32"),
+        batch_size=1,
+        gradient_accumulation_steps=3,
+        callbacks=[callback],
+        verbose=0,
+    )
+
+    taken.append(memory.snapshot("CPU"))
+    shape = model.layers[0].kernel.shape
+    numbers = [[t.shape for t in each.tensors].count(shape) for each in taken]
+    # The sum of the gradients, too, until `fit` returns.
+    assert numbers == [2, 2, 2, 1]
+
+
+def test_a_variable_that_was_emptied_is_not_in_a_snapshot():
+    variable = tf.Variable(ones(3 * MB))
+    nothing = tf.zeros([0])
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing)
+
+    held = memory.snapshot("CPU").tensors
+
+    assert variable.shape not in [tensor.shape for tensor in held]
+
+
 def test_a_snapshot_holds_nothing_and_takes_no_memory():
     tensor = ones(9 * MB)
     memory.snapshot("CPU")

@@ -88,7 +88,8 @@ def format_size(num_bytes: float) -> str:
     if not math.isfinite(num_bytes):
         return str(num_bytes)
     unit, *larger = ("B", "KB", "MB", "GB", "TB")
-    while larger and abs(num_bytes) >= 1000:
+    # Rounded to 1000.00 of one unit, it is 1.00 of the next.
+    while larger and abs(num_bytes) >= (999.5 if unit == "B" else 999.995):
         num_bytes /= 1000
         unit, *larger = larger
     return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"

@@ -104,21 +104,25 @@ def _held(device: str) -> Iterator[HeldTensor]:
     for each in variables + tensors:
         if tf.is_symbolic_tensor(each) or each.dtype in _NO_DATA:
             continue
-        place = _place(each)
-        if each.device.endswith(device) and place not in places:
+        value = each.read_value() if isinstance(each, tf.Variable) else each
+        # A variable's value may be emptied, and its shape unknown.
+        num_bytes = value.shape.num_elements() * value.dtype.size
+        if not num_bytes or not each.device.endswith(device):
+            continue
+        place = _place(value) or id(each)
+        if place not in places:
             places.add(place)
             yield HeldTensor(
                 paths.get(id(each), getattr(each, "name", "")),
-                tuple(each.shape),
-                each.dtype.name,
-                each.shape.num_elements() * each.dtype.size,
+                tuple(value.shape),
+                value.dtype.name,
+                num_bytes,
             )
 
 
-def _place(held: Any) -> int:
-    """Where its elements begin, if Python can see that; else its own."""
-    value = held.read_value() if isinstance(held, tf.Variable) else held
+def _place(value: Any) -> int:
+    """Where its elements begin, if Python can see that."""
     if "CPU" in value.device:
         with contextlib.suppress(ValueError):  # 16 bits have no buffer.
             return np.asarray(memoryview(value)).ctypes.data
-    return id(held)
+    return 0

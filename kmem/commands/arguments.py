@@ -168,11 +168,21 @@ def _batch(model, rows: int):
     specs = batches.specs_of(inputs)
     if model.compiled:
         targets = batches.specs_of(outputs)
-        if "sparse" in str(getattr(model, "loss", "")).lower():
-            targets = keras.tree.map_structure(
-                lambda t: tf.TensorSpec([None, *t.shape[1:-1]], tf.int64),
-                targets,
-            )
+        flat = keras.tree.flatten(targets)
+        losses: Any = getattr(model, "loss", None)
+        if isinstance(losses, dict):
+            names = getattr(model, "output_names", losses)
+            names = sorted(outputs) if isinstance(outputs, dict) else names
+            losses = [losses.get(name) for name in names]
+        if not isinstance(losses, list | tuple):
+            losses = [losses] * len(flat)
+        flat = [
+            tf.TensorSpec([None, *target.shape[1:-1]], tf.int64)
+            if "sparse" in str(loss).lower()
+            else target
+            for target, loss in zip(flat, losses, strict=True)
+        ]
+        targets = keras.tree.pack_sequence_as(targets, flat)
         specs = specs, targets
     for spec in keras.tree.flatten(specs):
         if None in spec.shape[1:]:

@@ -196,6 +196,8 @@ def _key(value, exact: bool) -> Any:
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            return None  # TensorFlow may not be able to sort them.
         value = [item for pair in sorted(value.items()) for item in pair]
     elif not isinstance(value, list | tuple):
         return None

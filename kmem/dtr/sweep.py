@@ -97,15 +97,17 @@ class Sweep(drawing.Shown):
     @property
     def recommended(self) -> DTR:
         """The smallest threshold that the peak stays within and with
-        which a step takes at most 1.3 times as long as without one."""
-        candidates = {
-            row.threshold_bytes or math.inf: row.dtr
-            for row in self.rows
-            if row.dtr is not None
-            and self.slowdown(row) <= _MOST_SLOWDOWN
+        which a step takes at most 1.3 times as long as without one; however
+        long, if that could not run."""
+        kept = [
+            row
+            for row in self.rows[1:]
+            if row.step_seconds
             and (row.peak_bytes or 0) <= (row.threshold_bytes or math.inf)
-        }
-        return candidates[min(candidates)]
+        ]
+        quick = [r for r in kept if self.slowdown(r) <= _MOST_SLOWDOWN]
+        rows: Any = quick or kept or [self.unlimited]
+        return min(rows, key=lambda row: row.threshold_bytes or math.inf).dtr
 
     def summary(self) -> str:
         """A table of what was measured, and predicted."""

@@ -68,8 +68,9 @@ def perform(task: dict, report: Connection, is_alone: bool) -> int:
         return status or 0
     except BaseException as error:
         summary = traceback.TracebackException.from_exception(error)
-        # It begins with the task's own code: two frames are this file's.
-        del summary.stack[:2]
+        # It begins with the task's own code.
+        while summary.stack and summary.stack[0].filename == __file__:
+            del summary.stack[0]
         text = "".join(summary.format())
         if is_alone and _is_for_lack_of_network(error):
             text += _NO_INTERNET + "\n"

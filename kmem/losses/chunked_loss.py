@@ -62,7 +62,7 @@ def check(model: keras.Model) -> None:
     elif loss not in (_SPARSE, _DENSE):
         _refuse_loss(loss)
     elif not head.is_softmax:
-        _refuse_logits(head, loss)
+        _refuse_logits(head)
     compiled = private_keras.compiled_metrics(model)
     for metric in compiled.metrics if compiled is not None else []:
         _check_metric(metric)
@@ -294,7 +294,7 @@ def _form(head: heads.Head, loss) -> chunks.Form:
             f"reduction={loss.reduction!r}"
         )
     if bool(keywords.get("from_logits")) == head.is_softmax:
-        _refuse_logits(head, loss)
+        _refuse_logits(head)
     if keywords.get("axis", -1) != -1:
         raise ValueError(
             "`chunked_loss` needs a loss over the last axis. Received: "
@@ -318,7 +318,7 @@ def _refuse_loss(loss):
     )
 
 
-def _refuse_logits(head: heads.Head, loss):
+def _refuse_logits(head: heads.Head):
     name = (head.after or [head.layer])[-1].name
     gives = "probabilities" if head.is_softmax else "logits"
     raise ValueError(

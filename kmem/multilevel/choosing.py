@@ -43,7 +43,10 @@ def check(levels: list[Level], options: MemoryOptions) -> None:
     planned = [x for x in levels if x.given_options.remat is not None]
     if planned or options.sharding is not None:
         beside = [f"sharding={options.sharding}"] if options.sharding else []
-        beside += [f"{x.given_options} of level '{x.name}'" for x in planned]
+        beside += [
+            f"remat={x.given_options.remat} of level '{x.name}'"
+            for x in planned
+        ]
         raise ValueError(
             "`memory_budget` must be without `sharding`, and without `remat` "
             "of a level, which it chooses. Received: "
@@ -87,7 +90,7 @@ class Choosing:
         self._mode: Any = profiling.mode(program)
         # One batch that is ready, and one in the making.
         self._reserved = pipeline.ready_bytes(element, 2)
-        self._room = budget_bytes
+        self._budget_bytes = self._room = budget_bytes
         # What the level that is looked at was seen to need at the least.
         self._least_bytes = math.inf
 
@@ -97,18 +100,19 @@ class Choosing:
         Raises:
             ValueError: If nothing that is known stays within the budget.
         """
-        budget_bytes = self._room
         for _ in range(tuning.MAX_ATTEMPTS):
             for level in self._structure.levels:
                 self._choose(level)
             peak_bytes = self._peak_bytes(self._structure.levels)
-            if peak_bytes <= budget_bytes:
+            if peak_bytes <= self._budget_bytes:
                 if verbose:
                     print(self._summary(peak_bytes))
                 return
             if peak_bytes == math.inf:
                 break
-            self._room -= int(peak_bytes) - budget_bytes
+            alone = max(self._peak_bytes([x]) for x in self._structure.levels)
+            excess = int(peak_bytes) - self._budget_bytes
+            self._room = int(min(alone, self._room)) - excess
         self._least_bytes = math.inf
         raise self._impossible("whole steps, in which all levels compute")
 
@@ -187,14 +191,15 @@ class Choosing:
         )
 
     def _impossible(self, subject: str) -> ValueError:
-        known = ""
+        known = "a larger budget"
         if self._least_bytes < math.inf:
+            least = self._least_bytes + self._budget_bytes - self._room
             # It is measured anew when it is asked for.
-            least = math.ceil(self._least_bytes / (1 - 2 * tuning.MARGIN))
-            known = f" of {least} bytes ({format_size(least)}) or more"
+            least = math.ceil(least / (1 - 2 * tuning.MARGIN))
+            known = f"a budget of {least} bytes ({format_size(least)}) or more"
         return ValueError(
-            f"`memory_budget` must leave room for {subject}: give a budget"
-            f"{known}, or smaller batches. Received: {self._received}"
+            f"`memory_budget` must leave room for {subject}: give {known}, or "
+            f"smaller batches. Received: {self._received}"
         )
 
     def _summary(self, peak_bytes: float) -> str:

@@ -15,8 +15,8 @@ from kmem.step import batches
 
 def check(data: Any, names: list[str]) -> None:
     """Checks what `fit` is given."""
-    if not isinstance(data, dict) or sorted(data) != sorted(names):
-        received = sorted(data) if isinstance(data, dict) else type(data)
+    if not isinstance(data, dict) or set(data) != set(names):
+        received = list(data) if isinstance(data, dict) else type(data)
         raise ValueError(
             "`x` must be a dictionary with a `tf.data.Dataset` of batches for "
             f"each level, {names}. Received: {received}"
@@ -31,14 +31,17 @@ def check(data: Any, names: list[str]) -> None:
 
 def first_batches(data: dict[str, Any]) -> dict[str, Any]:
     """The types of each level's first batch, of which `data` may have one."""
-    return {
-        name: batches.specs_of(
-            next(iter(each.take(1)))
-            if isinstance(each, tf.data.Dataset)
-            else each
-        )
-        for name, each in data.items()
-    }
+    found = {}
+    for name, each in data.items():
+        if isinstance(each, tf.data.Dataset):
+            each = next(iter(each.take(1)), None)
+        if each is None:
+            raise ValueError(
+                "The data of each level must have at least one batch. "
+                f"Received: none for level '{name}'"
+            )
+        found[name] = batches.specs_of(each)
+    return found
 
 
 def element_specs(

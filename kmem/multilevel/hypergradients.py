@@ -128,9 +128,10 @@ class SAMA(FiniteDifference):
         *_, step = updates.made_steps(level, "SAMA")
         none = [zeros(slot.shape, slot.dtype) for slot in step.slots]
         of_gradient, *_ = updates.adjoint(level, step, vector, none)
-        rate = updates.learning_rate(level, step)
-        adapted = [-g / tf.cast(rate, g.dtype) for g in of_gradient]
-        adapted = updates.chosen(step.made, adapted, [0 * a for a in adapted])
+        # Without a step, or with one of no length, nothing passes.
+        rate = tf.where(step.made, updates.learning_rate(level, step), 0.0)
+        divide = tf.math.divide_no_nan
+        adapted = [divide(-g, tf.cast(rate, g.dtype)) for g in of_gradient]
         return super().__call__(adapted, level, batch, wrt)
 
 

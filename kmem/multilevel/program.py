@@ -192,8 +192,7 @@ class Program(keras.Model):
                 # What losses give for the logs is known now.
                 self._losses = logs.loss_trackers(self.levels)
             self._optimizers = self._structure.optimizers
-        counts = self._structure.num_batches
-        self._element = feeding.element_specs(specs, counts, replicas)
+        self._set_element(specs)
         self.built = True
         level_plan.plan_within_budgets(self, self._structure, self._element)
         if options.memory_budget is not None and budget is not None:
@@ -205,6 +204,11 @@ class Program(keras.Model):
             step = tf.function(self.train_step, autograph=False)
             step.get_concrete_function(self._element)
         self._prepared_for = prepared_for
+
+    def _set_element(self, specs: dict[str, Any]) -> None:
+        replicas = self.distribute_strategy.num_replicas_in_sync
+        counts = self._structure.num_batches
+        self._element = feeding.element_specs(specs, counts, replicas)
 
     def summary(
         self,
@@ -228,6 +232,7 @@ class Program(keras.Model):
         """
         if data is not None:
             self.prepare(data)
+            self._set_element(feeding.first_batches(data))
         if self._structure is None:
             raise ValueError(
                 "`summary` needs the data of the levels: call `summary(data)` "
@@ -390,6 +395,8 @@ class Program(keras.Model):
                 "`fit` a `validation_model`. Received: program="
                 f"{self.name}, without a `validation_model`"
             )
+        # Keras resets the program's own only.
+        self._validation_model.reset_metrics()
         return super().evaluate(*args, **kwargs)
 
     def test_step(self, data: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from keras.optimizers import LossScaleOptimizer
 from kmem import precision
 from kmem.base.checks import must_be
 from kmem.base.sizes import format_size
+from kmem.multilevel import updates
 from kmem.multilevel.level import Level
 from kmem.multilevel.workers import num_replicas
 from kmem.step import batches
@@ -288,6 +289,8 @@ def _optimizer(level: Level, on_path: list[Level]):
     optimizer = level.optimizer
     if not optimizer.built:
         optimizer.build(level.variables)
+    if level.kept_steps:
+        updates.check(level, type(level.hypergradient).__name__)
     options = [each.options.mixed_precision for each in on_path]
     half = [o for o in options if o is not None and o.dtype == "float16"]
     own_scale = isinstance(optimizer, LossScaleOptimizer)

@@ -100,11 +100,12 @@ def with_start(
 
 
 def check(level: Derivatives, name: str) -> None:
-    """Refuses updates whose adjoint this is not.
+    """Refuses updates whose adjoint this is not, as far as they are built.
 
     Raises:
         ValueError: If the level's optimizer does not make an update of every
-            gradient, and of it alone, or not by its `update_step`.
+            gradient, and of it alone, or not by its `update_step`, or keeps
+            integers, which have no gradient, for its weights.
     """
     optimizer = level.optimizer
     options = "gradient_accumulation_steps", "ema_overwrite_frequency"
@@ -113,6 +114,9 @@ def check(level: Derivatives, name: str) -> None:
         for option in options
         if getattr(optimizer, option, None)
     ]
+    # Adafactor's integers are scalars, in the place of what is not there.
+    slots = {v.name: v.dtype for v in _own(optimizer)[0] if v.shape.rank}
+    settings += [f"{n}: {d}" for n, d in slots.items() if "int" in d]
     whole = private_keras.ALL_STEPS
     is_plain = getattr(type(optimizer), whole) is getattr(
         keras.optimizers.Optimizer, whole
@@ -121,8 +125,8 @@ def check(level: Derivatives, name: str) -> None:
         raise ValueError(
             f"`{name}` needs a level whose optimizer makes an update of each "
             "gradient by its `update_step`, such as `keras.optimizers.SGD` or "
-            "`Adam`, without `ema_overwrite_frequency` or "
-            "`gradient_accumulation_steps`, which the level itself has: use "
+            "`Adam`, and keeps no integers, without `ema_overwrite_frequency` "
+            "or `gradient_accumulation_steps`, which the level itself has: use "
             "that, or `Identity`, `Neumann` or `ConjugateGradient`. "
             f"Received: level '{level.name}' with "
             f"{type(optimizer).__name__} {' '.join(settings)}".rstrip()

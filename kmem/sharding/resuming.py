@@ -85,11 +85,12 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         if save_freq != "epoch":
             self._every = positive_int(save_freq, "save_freq")
         self._epoch = 0
-        # Batches: those to skip, the last one trained on, those not saved.
+        # Batches: those yet to skip, the last one trained on, those not saved.
         self._skipped = 0
         self._last_batch = -1
         self._unsaved = 0
         self._updates = 0
+        self._train: Any = None
         self._ending: Any = None
 
     def on_train_begin(self, logs=None):
@@ -107,8 +108,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._updates = self._num_updates()
         self._last_batch = self._skipped - 1
         if self._skipped:
-            self._skip(self._skipped)
-            self._skipped = 0
+            self._skip()
 
     def on_train_batch_end(self, batch, logs=None):
         self._unsaved += max(batch - self._last_batch, 0)
@@ -120,6 +120,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             self._save(self._epoch, self._last_batch + 1, ends)
 
     def on_epoch_end(self, epoch, logs=None):
+        if self._skipped:
+            # It has fewer batches than when it was saved.
+            self._skipped, self.model.train_function = 0, self._train
         ends = self._ending.is_near()
         if ends or self._every is None or self._is_due():
             self._save(epoch + 1, 0, ends)
@@ -141,19 +144,17 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def _num_updates(self) -> int:
         return sum(int(each.iterations) for each in optimizers(self.model))
 
-    def _skip(self, num_batches: int) -> None:
+    def _skip(self) -> None:
         """Lets the epoch's first batches pass, which have been trained on."""
         model = self.model
-        train = model.train_function
-        left = num_batches
+        self._train = model.train_function
 
         def skip(iterator):
-            nonlocal left
-            for _ in range(min(left, model.steps_per_execution)):
+            for _ in range(min(self._skipped, model.steps_per_execution)):
                 next(iterator)
-                left -= 1
-            if left == 0:
-                model.train_function = train
+                self._skipped -= 1
+            if self._skipped == 0:
+                model.train_function = self._train
             return {}
 
         model.train_function = skip

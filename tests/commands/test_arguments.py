@@ -1,8 +1,12 @@
 """What commands say of a model's file that they cannot use."""
 
+import argparse
+
 import keras
 import pytest
+import tensorflow as tf
 
+from kmem.commands import arguments
 from kmem.commands import cli
 
 
@@ -61,3 +65,42 @@ def test_a_model_that_is_not_built_is_refused(tmp_path, capsys):
     keras.Sequential([keras.layers.Dense(1)]).save(path)
     assert cli.main(["plan", str(path), "--batch", "8"]) == 2
     assert "must be built: begin it with" in capsys.readouterr().err
+
+
+SPARSE = "sparse_categorical_crossentropy"
+SPARSE_LOSS = keras.losses.SparseCategoricalCrossentropy()
+
+
+def as_list(outputs):
+    return [outputs["grade"], outputs["kind"]]
+
+
+@pytest.mark.parametrize(
+    "form, loss, num_sparse",
+    [
+        (as_list, ["mse", SPARSE], 1),
+        (as_list, {"kind": SPARSE_LOSS, "grade": "mse"}, 1),
+        (dict, {"grade": "mse", "kind": SPARSE}, 1),
+        (as_list, SPARSE, 2),
+        (dict, "mse", 0),
+    ],
+)
+def test_targets_are_classes_where_the_loss_of_the_output_is_sparse(
+    form, loss, num_sparse, tmp_path
+):
+    path = tmp_path / "model.keras"
+    inputs = keras.Input((4,))
+    outputs = {
+        name: keras.layers.Dense(size, name=name)(inputs)
+        for name, size in {"kind": 5, "grade": 2}.items()
+    }
+    model = keras.Model(inputs, form(outputs))
+    model.compile("sgd", loss)
+    model.save(path)
+
+    args = argparse.Namespace(model=path, batch=8)
+    _, (_, targets) = arguments.load_model(args)
+
+    dense = tf.TensorSpec((8, 2)), tf.TensorSpec((8, 5))
+    sparse = [tf.TensorSpec((8,), tf.int64)] * num_sparse
+    assert keras.tree.flatten(targets) == [*dense[: 2 - num_sparse], *sparse]

@@ -378,6 +378,30 @@ def test_what_cannot_be_compiled_runs_as_it_is(make, compiled):
     assert not compiled
 
 
+class Picked(layers.Layer):
+    def build(self, input_shape):
+        pass
+
+    def call(self, inputs):
+        return waves(inputs["x"])
+
+
+@pytest.mark.parametrize("other, is_compiled", [("y", True), (1, False)])
+def test_inputs_whose_names_cannot_be_sorted_run_as_they_are(
+    other, is_compiled, compiled
+):
+    model = keras.Sequential([Picked()])
+    layer = model.layers[0]
+    inputs = dict.fromkeys(("x", other), tf.constant(rows(3, 4)))
+    want = layer(inputs)
+
+    with Blocks(model, (Picked,)).compiled():
+        got = layer(inputs)
+
+    np.testing.assert_array_equal(got, want)
+    assert bool(compiled) == is_compiled
+
+
 def test_a_frozen_layer_has_no_gradient_and_keeps_its_statistics():
     def make():
         frozen = layers.BatchNormalization(trainable=False)

@@ -51,6 +51,17 @@ def test_the_smallest_quick_threshold_is_recommended(rows, megabytes):
     assert found == kmem.DTR(megabytes * 10**6, heuristic="dtr_eq")
 
 
+@pytest.mark.parametrize(
+    "rows, megabytes",
+    [([row(80, 1.1), row(50, 1.5), FAILED], 50), ([FAILED], 0)],
+)
+def test_the_smallest_threshold_will_do_if_none_could_not_run(rows, megabytes):
+    unlimited = Row(kmem.DTR(0, heuristic="dtr_eq"), error="out of memory")
+    found = Sweep((PLAIN, unlimited, *rows))
+    assert found.recommended == kmem.DTR(megabytes * 10**6, heuristic="dtr_eq")
+    assert "out of memory" in found.summary()
+
+
 def test_a_summary_shows_predicted_beside_measured():
     found = Sweep((PLAIN, UNLIMITED, row(50, 1.2), FAILED))
     assert found.summary().splitlines() == [

@@ -102,6 +102,17 @@ def test_a_failure_is_raised():
     assert caught.value.cause == "exit code 4"
 
 
+def fail():
+    raise ValueError("a bug")
+
+
+def test_the_traceback_begins_in_the_function():
+    with pytest.raises(RankFailed) as caught:
+        launch(fail, 1, network="host")
+    first_frame = caught.value.traceback.splitlines()[1]
+    assert f'"{__file__}"' in first_frame and "in fail" in first_frame
+
+
 def test_a_rank_may_end_while_the_failed_one_is_looked_for(monkeypatch):
     first_failure = ranks.Ranks._first_failure
 

@@ -18,6 +18,8 @@ from kmem.multilevel import Level
 from kmem.multilevel import Program
 from kmem.multilevel import Unrolled
 
+EMPTY = tf.data.Dataset.from_tensors(tf.ones([2], "float64")).take(0)
+
 
 def program(stopped_shares=False, **options):
     """A small data reweighting, with layers that have a state."""
@@ -120,6 +122,35 @@ def test_callbacks_and_validation_are_those_of_keras(tmp_path):
     other.load_weights(path)
     for one, wanted in zip(state(other), state(made), strict=True):
         np.testing.assert_array_equal(one, wanted)
+
+
+def test_each_validation_is_a_mean_of_its_own():
+    made, data, case = program()
+    case.classifier.compile(
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    expected = []
+
+    def evaluate(epoch, logs):
+        expected.append(
+            case.classifier.evaluate(
+                data["reweight"], return_dict=True, verbose=0
+            )
+        )
+
+    history = made.fit(
+        data,
+        epochs=3,
+        verbose=0,
+        validation_data=data["reweight"],
+        validation_model=case.classifier,
+        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=evaluate)],
+    )
+
+    for key in ("loss", "accuracy"):
+        found = history.history[f"val_{key}"]
+        assert found == [logs[key] for logs in expected]
 
 
 def test_the_summary_shows_levels_edges_and_peaks():
@@ -410,6 +441,14 @@ def keeping():
         (
             lambda: fit([level("one")], {"two": None}),
             r"for each level, \['one'\]. Received: \['two'\]",
+        ),
+        (
+            lambda: fit([level("one")], {"one": None, 2: None}),
+            r"for each level, \['one'\]. Received: \['one', 2\]",
+        ),
+        (
+            lambda: fit([level("one")], {"one": EMPTY}),
+            "at least one batch. Received: none for level 'one'",
         ),
         (
             lambda: fit([level("one")], {"one": np.ones(3)}),

@@ -13,6 +13,7 @@ from multilevel_cases import flat
 from multilevel_cases import relative_error
 from tensorflow.python.eager import record
 
+import kmem
 from kmem import remat
 from kmem.multilevel import SAMA
 from kmem.multilevel import ConjugateGradient
@@ -20,6 +21,7 @@ from kmem.multilevel import FiniteDifference
 from kmem.multilevel import Identity
 from kmem.multilevel import Level
 from kmem.multilevel import Neumann
+from kmem.multilevel import Program
 from kmem.multilevel import Unrolled
 from kmem.multilevel import updates
 
@@ -303,17 +305,63 @@ def test_updates_of_several_gradients_cannot_be_unrolled(option):
         )
 
 
-def test_a_step_that_an_overflow_prevents_is_not_unrolled():
+@pytest.mark.parametrize("hypergradient", [Unrolled(), SAMA()])
+def test_moments_in_8_bits_pass_no_gradient_and_are_refused(hypergradient):
+    def program(size, optimizer):
+        level = Level(
+            Vector(np.ones(size), "entries"),
+            lambda x: ops.mean(x) * ops.sum(level.model.entries),
+            optimizer,
+            hypergradient=hypergradient,
+        )
+        return Program([level])
+
+    batch = {"entries": tf.ones([2], "float64")}
+    # Those of a few weights are not in 8 bits.
+    program(8, kmem.optimizers.AdamW8bit()).prepare(batch)
+    program(4096, "adafactor").prepare(batch)
+
+    with pytest.raises(
+        ValueError,
+        match=r"keeps no integers.*level 'entries' with AdamW8bit momentum_code"
+        r"s: uint8 velocity_codes: uint8$",
+    ):
+        program(4096, kmem.optimizers.AdamW8bit()).prepare(batch)
+
+
+def through_a_step(hypergradient, optimizer, gradient, made=False):
+    """What a hypergradient finds where a level has just made a step, or not."""
     case = Ridge()
-    optimizer = case.level.optimizer = keras.optimizers.SGD(0.1)
+    case.level.optimizer = optimizer
     optimizer.build(case.level.variables)
     batch = tf.constant(case.x), tf.constant(case.y)
-    gradients = [tf.fill([Ridge.size], np.float64("inf"))]
+    gradients = [tf.fill([Ridge.size], np.float64(gradient))]
 
     step = updates.noted(case.level, batch, [], gradients)
+    optimizer.iterations.assign_add(int(made))
     updates.finish(case.level, step, 1)
+    return case.found(hypergradient)
 
-    np.testing.assert_array_equal(case.found(Unrolled()), np.zeros(Ridge.size))
+
+@pytest.mark.parametrize("hypergradient", [Unrolled(), SAMA()])
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_a_step_that_an_overflow_prevents_passes_no_gradient(
+    hypergradient, name
+):
+    optimizer = keras.optimizers.get(name)
+
+    found = through_a_step(hypergradient, optimizer, "inf")
+
+    np.testing.assert_array_equal(found, np.zeros(Ridge.size))
+
+
+@pytest.mark.parametrize("hypergradient", [Unrolled(), SAMA()])
+def test_a_learning_rate_of_zero_passes_no_gradient(hypergradient):
+    optimizer = keras.optimizers.Adam(0.0)
+
+    found = through_a_step(hypergradient, optimizer, 1.0, made=True)
+
+    np.testing.assert_array_equal(found, np.zeros(Ridge.size))
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])

@@ -315,6 +315,15 @@ def test_the_summary_tells_the_peak_of_a_step_hence_of_a_micro_batch(
     assert needed_bytes[1] < 0.4 * needed_bytes[0]
 
 
+def test_the_summary_is_that_of_the_data_it_is_given(native_library):
+    program, data = deep()
+    fewer = data.map(lambda x: x[:512])
+    peak, in_use = peak_of_level(program, data)
+
+    assert peak_of_level(program, fewer)[0] - in_use < (peak - in_use) / 2
+    assert peak_of_level(program, data)[0] == pytest.approx(peak, rel=0.01)
+
+
 def test_a_product_in_micro_batches_takes_less_than_a_plain_gradient(
     native_library,
 ):

@@ -111,6 +111,15 @@ def test_it_goes_on_with_the_next_batch(
     assert losses[1:] == uninterrupted[1][resumed.EPOCHS - len(losses) + 1 :]
 
 
+def test_the_next_epoch_is_whole_where_this_one_has_become_shorter(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, Interrupted(0, 3), save_freq=1)
+    seen = keras.callbacks.LambdaCallback()
+    fit(tmp_path, seen, batch_size=20)
+    # Four in the first epoch, before it was interrupted; then two in each.
+    assert int(seen.model.optimizer.iterations) == 4 + 2 * 2
+
+
 @pytest.mark.parametrize("save_freq", ["epoch", 3])
 @pytest.mark.parametrize("place", [(0, 0), (1, 3), (1, 4)])
 def test_sigterm_ends_it_once_it_is_saved(
