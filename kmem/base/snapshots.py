@@ -77,12 +77,8 @@ class Snapshot(drawing.Shown):
 
 
 def snapshot(device: str, in_use_bytes: int) -> Snapshot:
-    """Looks through all that Python holds.
-
-    Args:
-        device: How the names of its tensors' devices end, as `"CPU:0"`.
-        in_use_bytes: What is in use there.
-    """
+    """Looks through all that Python holds of a device, by how its name ends,
+    such as `"CPU:0"`; `in_use_bytes` are in use there."""
     tensors = sorted(_held(device), key=lambda each: -each.num_bytes)
     known = sum(each.num_bytes for each in tensors)
     # Tensors that point to a NumPy array's memory are not the device's.

@@ -42,15 +42,12 @@ class Call:
     """One call of a layer or operation, or what a model does between two.
 
     Attributes:
-        name: The layer's name.
         operation: What is called; `None` for what lies between calls.
         function: Calls it as the model does, in training where that is so.
         ambient: What is around the call; see `kmem.remat.state`.
         arguments: Its positional and keyword arguments, tensors of the trace.
-        results: The tensors that it gives.
         reads: The value of each tensor among the arguments, `None` if that is
             a constant.
-        gives: The value of each result.
         makes: Those values that did not exist before.
         uses: `{value: number}`: how many of the operations within use it,
             each of which gives it a gradient of its own.
@@ -130,13 +127,9 @@ class Recording:
 
 
 def record(model: keras.Model, batch, in_step: bool) -> Recording:
-    """Records a model's call on a batch, and its loss, as in training.
-
-    Args:
-        batch: What its `train_step` is given, as `tf.TensorSpec`s with shapes
-            that are known. The loss is recorded if there are targets.
-        in_step: Whether to record what its `train_step` calls up to its loss.
-    """
+    """Records a model's call on a batch, `tf.TensorSpec`s with known shapes,
+    and its loss if there are targets, as in training; or what its `train_step`
+    calls up to its loss."""
     recorder: Any = None
 
     def trace(batch):

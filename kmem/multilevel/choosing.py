@@ -19,6 +19,7 @@ import keras
 
 from kmem import memory
 from kmem.base.sizes import format_size
+from kmem.budget import inference
 from kmem.budget import tuning
 from kmem.budget.report import describe
 from kmem.budget.report import received_budget
@@ -34,12 +35,14 @@ from kmem.planning.bounds import InfeasibleBudget
 from kmem.step import batches
 
 
-def check(levels: list[Level], options: MemoryOptions) -> None:
-    """Checks that `memory_budget` can be kept.
+def checked_bytes(levels: list[Level], options: MemoryOptions) -> int | None:
+    """The bytes of `memory_budget`, if there is one.
 
     Raises:
-        ValueError: If it cannot.
+        ValueError: If it cannot be kept.
     """
+    if options.memory_budget is None:
+        return None
     planned = [x for x in levels if x.given_options.remat is not None]
     if planned or options.sharding is not None:
         beside = [f"sharding={options.sharding}"] if options.sharding else []
@@ -59,6 +62,7 @@ def check(levels: list[Level], options: MemoryOptions) -> None:
             "import kmem before the first TensorFlow operation. Received: "
             f"memory_budget={options.memory_budget!r}"
         )
+    return inference.budget_bytes(options)
 
 
 class Choosing:
@@ -69,7 +73,7 @@ class Choosing:
         structure: Its levels, built.
         shares: For each level's name, a replica's batch as `tf.TensorSpec`s.
         element: The types of what a replica's step is given.
-        budget: `memory_budget`, as it was given.
+        options: Those of `fit`, with `memory_budget`.
         budget_bytes: The device's peak during a step.
     """
 
@@ -79,14 +83,15 @@ class Choosing:
         structure: Structure,
         shares: dict[str, Any],
         element: dict[str, Any],
-        budget: int | float,
+        options: MemoryOptions,
         budget_bytes: int,
     ):
         self._program = program
         self._structure = structure
         self._shares = shares
         self._element = element
-        self._received = received_budget(budget, budget_bytes)
+        given = options.memory_budget
+        self._received = received_budget(given, budget_bytes)
         self._mode: Any = profiling.mode(program)
         # One batch that is ready, and one in the making.
         self._reserved = pipeline.ready_bytes(element, 2)

@@ -115,12 +115,8 @@ class _Guarded(keras.StatelessScope):
 
 
 class Looking(_Guarded, capture.DiscardedState):
-    """Changes nothing, and notes which variables are read and assigned.
-
-    Attributes:
-        read: `{id: variable}`.
-        assigned: `{id: variable}`.
-    """
+    """Changes nothing, and notes by their `id` which variables are `read` and
+    `assigned`."""
 
     def __init__(self):
         super().__init__()

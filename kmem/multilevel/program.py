@@ -14,7 +14,6 @@ from kmem import memory
 from kmem.base.checks import must_be
 from kmem.base.patching import member
 from kmem.base.sizes import format_size
-from kmem.budget.inference import budget_bytes
 from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.keras_graph import profiling
@@ -131,12 +130,7 @@ class Program(keras.Model):
             run_eagerly=run_eagerly,
         )
 
-    def prepare(
-        self,
-        data: dict[str, Any],
-        memory_budget: int | float | str | None = None,
-        verbose: int = 0,
-    ) -> None:
+    def prepare(self, data: dict[str, Any]) -> None:
         """Builds the levels, finds out which one reads which, and plans them.
 
         `fit` does so by itself. Plans are made anew for other batches, and
@@ -144,24 +138,18 @@ class Program(keras.Model):
 
         Args:
             data: For each level's name, its `tf.data.Dataset` or a batch.
-            memory_budget: As in `fit`.
-            verbose: 1 prints what is chosen for the budget.
 
         Raises:
             ValueError: If a level cannot be trained, or has no plan within
                 its budget; see `Level.look`.
         """
-        self._prepare(data, MemoryOptions(memory_budget=memory_budget), verbose)
+        self._prepare(data, MemoryOptions(), verbose=0)
 
     def _prepare(self, data, options: MemoryOptions, verbose: int) -> None:
-        budget = None
-        if options.memory_budget is not None:
-            choosing.check(self.levels, options)
-            budget = budget_bytes(options)
+        budget = choosing.checked_bytes(self.levels, options)
         replans = budget is not None or any(
-            level.options.remat is not None
-            or level.options is not level.given_options
-            for level in self.levels
+            x.options.remat is not None or x.options is not x.given_options
+            for x in self.levels
         )
         if self._structure is not None and not replans:
             return
@@ -181,10 +169,9 @@ class Program(keras.Model):
             part = batches.part_of(share, level.options.num_parts)
             shares[level.name], microbatches[level.name] = share, part
         edges = structure.find_edges(self.levels, microbatches, mode)
-        if self._wanted_edges != "infer":
-            edges = structure.choose_edges(
-                self.levels, edges, self._wanted_edges
-            )
+        wanted = self._wanted_edges
+        if wanted != "infer":
+            edges = structure.choose_edges(self.levels, edges, wanted)
         structure.check_responses(self.levels, edges)
         if self._structure is None:
             with strategy.scope():
@@ -195,10 +182,9 @@ class Program(keras.Model):
         self._set_element(specs)
         self.built = True
         level_plan.plan_within_budgets(self, self._structure, self._element)
-        if options.memory_budget is not None and budget is not None:
-            inputs = self._structure, shares, self._element
-            budgets = options.memory_budget, budget
-            choosing.Choosing(self, *inputs, *budgets).choose(verbose)
+        if budget is not None:
+            around = self._structure, shares, self._element
+            choosing.Choosing(self, *around, options, budget).choose(verbose)
         if mode == "eager" and replicas == 1:
             # Else a step is traced before any level is updated, too.
             step = tf.function(self.train_step, autograph=False)
@@ -307,9 +293,8 @@ class Program(keras.Model):
                 validation_data=validation_data,
                 **kwargs,
             )
-            for level, optimizer in zip(
-                self.levels, self._optimizers, strict=True
-            ):
+            pairs = zip(self.levels, self._optimizers, strict=True)
+            for level, optimizer in pairs:
                 optimizer.finalize_variable_values(level.variables)
         logs.warn(self.levels, history.history)
         return history

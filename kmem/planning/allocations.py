@@ -30,7 +30,6 @@ class Node:
     """An operation of a graph.
 
     Attributes:
-        name: Its name.
         reads: The values that it reads, by number.
         waits: The nodes that it waits for besides.
         makes: The values that it makes.

@@ -51,15 +51,8 @@ def ranks_where(group: Engine, is_so: bool, name: str) -> list[int]:
 
 @contextlib.contextmanager
 def jointly(group: Engine, deed: str) -> Iterator[None]:
-    """All processes run a block; if one fails in it, all raise an error.
-
-    Args:
-        deed: What they do, for the message.
-
-    Raises:
-        Exception: As the block raises it, in the process that fails.
-        RuntimeError: In the others.
-    """
+    """All processes run a block; if one fails in it, all raise an error, the
+    others a `RuntimeError` that says what they do."""
     error = None
     try:
         yield

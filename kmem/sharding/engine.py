@@ -220,16 +220,9 @@ class Group(Engine):
 
 @functools.cache
 def engine() -> Engine:
-    """Joins the processes that TF_CONFIG names; without it, there is one.
-
-    The first call has to come before TensorFlow's first operation. It waits
-    for the others.
-
-    Raises:
-        ValueError: If TF_CONFIG names tasks that are neither `chief` nor
-            `worker`.
-        RuntimeError: If TensorFlow runs already.
-    """
+    """Joins the processes that TF_CONFIG names, of the kinds `chief` and
+    `worker`; without it, there is one. The first call has to come before
+    TensorFlow's first operation, and waits for the others."""
     cluster = Cluster(os.environ.get("TF_CONFIG") or "{}")
     others = sorted(cluster.jobs.keys() - {"chief", "worker"})
     if others:

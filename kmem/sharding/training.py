@@ -41,13 +41,8 @@ _WHOLE = 0.005
 
 
 class ShardedTraining(Mechanism):
-    """A model's training under `kmem.Sharding`.
-
-    It changes the model's variables, and how its layers come to their weights.
-
-    Args:
-        num_batches: The batches of an update.
-    """
+    """A model's training under `kmem.Sharding`: it changes the model's
+    variables, and how its layers come to their weights."""
 
     kinds = ("train", "test", "predict")
     between_steps = True

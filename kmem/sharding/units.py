@@ -143,14 +143,8 @@ class _Penalty(keras.regularizers.Regularizer):
 
 
 def find(model, names: tuple[str, ...] | None) -> list[keras.layers.Layer]:
-    """The layers of a model that are units.
-
-    Args:
-        names: Layers to be units as a whole, whatever is in them.
-
-    Raises:
-        ValueError: If a name is no layer's.
-    """
+    """The layers of a model that are units; those that are named as a whole,
+    whatever is in them."""
     names = names or ()
     layers = {layer.name for layer in all_layers(model)}
     missing = [name for name in names if name not in layers]

@@ -28,14 +28,8 @@ from kmem.step.accumulation import build_optimizer
 
 
 class ShardedOptimizer:
-    """An optimizer whose variables are shards.
-
-    `_clip_gradients` and `_use_weight_decay` are private in Keras;
-    test_sharding.py and test_sharding_fit.py fail if they move.
-
-    Args:
-        home: The device that holds the shards; by default the usual one.
-    """
+    """An optimizer whose variables are shards, which the device `home` holds if
+    there is one."""
 
     def __init__(
         self,

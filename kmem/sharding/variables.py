@@ -50,10 +50,8 @@ def prepared(variables: Iterable["ShardedVariable"], wholes: list[tf.Tensor]):
 
 
 class ShardedVariable(private_keras.Variable):
-    """A variable that is a shard in memory.
-
-    Made by `shard`, of a variable that exists.
-    """
+    """A variable that is a shard in memory, made by `shard` of one that
+    exists."""
 
     shard: Shard
 
@@ -251,11 +249,8 @@ def updated(mirrored: list, after: Sequence[tf.Tensor] = ()) -> Iterator[None]:
 
 
 def holders(variable) -> list[tf.Variable]:
-    """TensorFlow's variables that hold a value, of replicas and shards too.
-
-    Args:
-        variable: A variable of Keras's, or TensorFlow's.
-    """
+    """TensorFlow's variables that hold the value of a variable of Keras's, or
+    its own: of replicas and shards too."""
     shards = vars(variable).get("_kmem_shards", {}).values()
     if isinstance(variable, keras.Variable):
         variable = whole_of(variable)

@@ -36,13 +36,8 @@ def build_optimizer(optimizer, variables: list) -> None:
 
 
 class Updater:
-    """Makes one update of every group of batches.
-
-    Args:
-        steps: The number of batches in a group.
-        early: Whether to update a variable as soon as its gradient is there,
-            which is freed then, and not after all gradients.
-    """
+    """Makes one update of every group of so many batches; early, it updates a
+    variable as soon as its gradient is there, which is freed then."""
 
     def __init__(
         self,
