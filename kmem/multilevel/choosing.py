@@ -87,7 +87,7 @@ class Choosing:
         self._shares = shares
         self._element = element
         self._received = received_budget(budget, budget_bytes)
-        self._mode = profiling.mode(program)
+        self._mode: Any = profiling.mode(program)
         # One batch that is ready, and one in the making.
         self._reserved = pipeline.ready_bytes(element, 2)
         self._budget_bytes = self._room = budget_bytes
