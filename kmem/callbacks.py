@@ -88,7 +88,8 @@ class EndOfGroup(keras.callbacks.Callback):
             self._session.end_group()
 
     def on_epoch_end(self, epoch, logs=None):
-        self.on_test_begin()
+        if self._session is not None:
+            self._session.end_group()
 
 
 @contextlib.contextmanager

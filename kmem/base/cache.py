@@ -35,7 +35,8 @@ def clear() -> None:
 
 
 def make_private(path: pathlib.Path) -> None:
-    """Makes a folder that only the user can use, unless it is there."""
+    """Makes a folder that only the user can use, unless it is there; an
+    `OSError` if it cannot."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -63,7 +64,8 @@ def appearing(path: pathlib.Path, part: str = "") -> Iterator[pathlib.Path]:
 
 
 def check_private(path: pathlib.Path) -> None:
-    """Checks that nobody else could have put something into a folder."""
+    """Checks that nobody else could have put something into a folder; an
+    `OSError` if so."""
     status = path.stat()
     if not stat.S_ISDIR(status.st_mode):
         problem = "is not a folder"

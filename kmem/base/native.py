@@ -68,8 +68,8 @@ def library() -> ctypes.CDLL:
 
 
 def allocator() -> ctypes.CDLL:
-    """Returns the library, with its allocator in place; an error if it is not,
-    and it is too late, or if the library cannot be built."""
+    """Returns the library, with its allocator in place; `NativeLibraryError` if
+    it is too late for that, or the library cannot be built."""
     if not _state.registered:
         was_built = find_library() is not None
         if not _register(build()):

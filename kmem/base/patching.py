@@ -41,15 +41,9 @@ _KERAS_METHODS = {
 
 @contextlib.contextmanager
 def attribute(instance, name: str, value) -> Iterator[None]:
-    """Sets an attribute for a while, past Keras's own tracking.
-
-    All threads see it. If several have set it, they see the latest of the
-    values that are still set.
-
-    Args:
-        instance: The object, or a class. Afterwards it has, or lacks, what it
-            did.
-    """
+    """Sets an attribute of an object, or a class, for a while, past Keras's own
+    tracking. Afterwards it has, or lacks, what it did. All threads see the
+    latest of the values that are still set."""
     key, entry = (id(instance), name), [value]
     with _lock:
         before = vars(instance).get(name, _MISSING)
@@ -70,14 +64,9 @@ def attribute(instance, name: str, value) -> Iterator[None]:
 def method(
     instance, name: str, replacement: Callable[..., Any]
 ) -> Iterator[None]:
-    """Replaces a method for a while, for this thread only.
-
-    Other threads call what the object had, or their own replacement.
-
-    Args:
-        replacement: What this thread calls within. Its first argument is what
-            it called so far, the others are those of the call.
-    """
+    """Replaces a method for a while, for this thread only, by a function whose
+    first argument is what this thread called so far. Other threads call what
+    the object had, or their own replacement."""
     key, thread = (id(instance), name), threading.get_ident()
     with contextlib.ExitStack() as stack:
         with _lock:

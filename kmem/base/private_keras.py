@@ -310,8 +310,8 @@ def asked_metrics(model: Any) -> list:
 
 
 def given_metrics(model: Any) -> list[keras.metrics.Metric]:
-    """The metrics among those; before `compiled_metrics` is built its own list
-    is empty. budget/test_no_trace.py"""
+    """The metric objects among `asked_metrics`; before `compiled_metrics` is
+    built its own list is empty. budget/test_no_trace.py"""
     metric = keras.metrics.Metric
     return [x for x in asked_metrics(model) if isinstance(x, metric)]
 

@@ -121,24 +121,29 @@ def beside_layers(model: Any) -> str:
     """What a step's bytes depend on besides the model's layers, as text."""
     if not model.compiled:
         return ""
-    config = model.optimizer.get_config()
+    optimizer = model.optimizer
+    kinds = [type(optimizer).__name__]
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+        kinds.append(type(optimizer).__name__)
+    config = optimizer.get_config()
     for name in ("name", "learning_rate"):
         config.pop(name, None)
-    metrics = [
-        # The name of one, a function, or the metric itself.
-        (str(each), [v.shape for v in getattr(each, "variables", ())])
-        for each in private_keras.asked_metrics(model)
-    ]
+    for each in private_keras.asked_metrics(model):
+        # A name, a function, or a metric, whose own name may be another.
+        kind = each if isinstance(each, str) else type(each).__name__
+        kinds.append(getattr(each, "__qualname__", kind))
+        kinds += [str(v.shape) for v in getattr(each, "variables", ())]
     replicas = model.distribute_strategy.num_replicas_in_sync
-    return repr((type(model.optimizer), config, metrics, replicas))
+    return repr((kinds, sorted(config.items()), replicas))
 
 
 @contextlib.contextmanager
 def installed(session: Session) -> Iterator[None]:
     """Within, a session's model trains in it, and validates as always."""
     with precision.none_remembered(session.model.optimizer):
+        session.install(test_step=False)
         try:
-            session.install(test_step=False)
             yield
         finally:
             session.remove()

@@ -106,8 +106,9 @@ class InferenceSteps:
         kinds = keras.tree.map_structure(_kind, spec)
         key = kind, count, repr(kinds), writes
         traced, function = self._functions.get(key, (spec, None))
-        # As in Keras, the second length is that of all others too.
-        spec = keras.tree.map_structure(_covering, traced, spec)
+        if spec != traced:
+            # As in Keras, the second length stands for all others too.
+            spec = keras.tree.map_structure(_covering, traced, spec)
         if function is None or spec != traced:
             function = self._new_function(kind, spec, count)
             self._functions[key] = spec, function
@@ -253,7 +254,7 @@ def _kind(spec: tf.TensorSpec | None) -> Any:
 
 
 def _covering(one: tf.TensorSpec | None, other: Any) -> Any:
-    """What both are of one kind of."""
+    """The most specific spec that both are of."""
     return one and one.most_specific_common_supertype([other])
 
 
@@ -291,8 +292,9 @@ def _difference(whole: Any, in_parts: Any) -> str:
         one, other = one.astype("float64"), other.astype("float64")
         largest = np.max(np.abs(one), initial=0.0, where=np.isfinite(one))
         differs = (one != other) & ~(np.isnan(one) & np.isnan(other))
-        error = np.max(np.abs(one - other), initial=0.0, where=differs)
-        # It is no number where one of them is none.
+        with np.errstate(invalid="ignore"):
+            error = np.max(np.abs(one - other), initial=0.0, where=differs)
+        # NaN where only one of them is.
         if not error <= tolerance * largest + 1e-6:
             return f"{name} became another by {error:.3g} of {largest:.3g}"
     return ""

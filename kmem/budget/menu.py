@@ -92,19 +92,11 @@ class Menu:
         return choice.predicted_peak_bytes <= self.in_use + self.room
 
     def counts(self, options: MemoryOptions) -> list[int]:
-        """In how many micro-batches a batch may come: equal ones, and powers
-        of two where none has less than half the examples of another."""
+        """In how many micro-batches a batch may come."""
         if options.microbatches is not None:
             return [options.microbatches.count]
         own = self.size(options, 1) if batches.can_be_split(self.batch) else 1
-        counts = []
-        for count in range(1, own + 1):
-            size = -(-own // count)
-            first = own - (-(-own // size) - 1) * size
-            is_power = count & (count - 1) == 0 and 2 * first >= size
-            if own % count == 0 or is_power:
-                counts.append(count)
-        return counts
+        return even_counts(own)
 
     def size(self, options: MemoryOptions, count: int) -> int:
         """How many examples a micro-batch has in each process."""
@@ -254,3 +246,16 @@ def _key(options: MemoryOptions, count: int) -> MemoryOptions:
     what is recomputed."""
     given = with_count(options, min(count, 2))
     return dataclasses.replace(given, remat=None)
+
+
+def even_counts(rows: int) -> list[int]:
+    """In how many micro-batches so many rows may come: equal ones, and powers
+    of two where none has less than half the rows of another."""
+    counts = []
+    for count in range(1, rows + 1):
+        size = -(-rows // count)
+        first = rows - (-(-rows // size) - 1) * size
+        is_power = count & (count - 1) == 0 and 2 * first >= size
+        if rows % count == 0 or is_power:
+            counts.append(count)
+    return counts

@@ -122,8 +122,9 @@ class BudgetedSession:
 
     def prepare(self, batch, spec, reserved_bytes: int, reused: bool):
         """Chooses for `fit`, before its input pipeline runs beside. The batch
-        is that of all replicas, as `tf.TensorSpec`s; the search's traces may
-        be `reused`."""
+        is all replicas', as `tf.TensorSpec`s; `spec`, what its graph knows;
+        `reserved_bytes`, what the device will hold besides. The search's traces
+        may be `reused`."""
         batch = batches.part_of(batch, self._num_replicas)
         if self._covering(batch) is None:
             self._spec = spec

@@ -62,17 +62,8 @@ class Statistics:
 
 
 class DeviceSession:
-    """A program that runs under DTR, on and off.
-
-    Tensors that are still held when it is off stay valid: a value is made
-    again when it is asked for.
-
-    Args:
-        options: `kmem.DTR`.
-
-    Raises:
-        NativeLibraryError: If kmem's allocator is not in place.
-    """
+    """A program that runs under DTR, on and off. Tensors that are still held
+    when it is off stay valid: a value is made again when it is asked for."""
 
     # The one that was last on the device.
     latest: "DeviceSession | None" = None

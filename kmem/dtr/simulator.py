@@ -139,8 +139,8 @@ def simulate(
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a step is expected to take, in seconds more than without a threshold
-    and as the device's peak; infinite if it cannot run."""
+    """A step's seconds beyond one without a threshold, and the device's peak,
+    as expected; infinite if it cannot run."""
 
     more_seconds: float
     peak_bytes: float

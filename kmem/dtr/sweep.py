@@ -97,16 +97,19 @@ class Sweep(drawing.Shown):
     @property
     def recommended(self) -> DTR:
         """The smallest threshold that the peak stays within and with
-        which a step takes at most 1.3 times as long as without one; however
-        long, if that could not run."""
+        which a step takes at most 1.3 times as long as without one, or as
+        the fastest if that could not run."""
         kept = [
             row
             for row in self.rows[1:]
             if row.step_seconds
             and (row.peak_bytes or 0) <= (row.threshold_bytes or math.inf)
         ]
-        quick = [r for r in kept if self.slowdown(r) <= _MOST_SLOWDOWN]
-        rows: Any = quick or kept or [self.unlimited]
+        times: list[Any] = [row.step_seconds for row in kept]
+        whole = self.unlimited.step_seconds or min(times, default=0.0)
+        pairs = zip(kept, times, strict=True)
+        quick = [row for row, time in pairs if time <= _MOST_SLOWDOWN * whole]
+        rows: Any = quick or [self.unlimited]
         return min(rows, key=lambda row: row.threshold_bytes or math.inf).dtr
 
     def summary(self) -> str:

@@ -68,12 +68,18 @@ def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
     return keras.utils.pack_x_y_sample_weight(*specs)
 
 
+def _is_taken(leaf: Any) -> bool:
+    """Whether Keras takes it as it is: a tensor that it need not cast."""
+    if not isinstance(leaf, tf.Tensor):
+        return False
+    return not leaf.dtype.is_floating or leaf.dtype == keras.config.floatx()
+
+
 def _in_floatx(leaf: Any) -> Any:
-    """A tensor as Keras casts it, if it does."""
-    is_float = isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating
-    return (
-        tf.TensorSpec(leaf.shape, keras.config.floatx()) if is_float else leaf
-    )
+    """A tensor's spec once Keras has cast it, if it does."""
+    if not isinstance(leaf, tf.Tensor) or _is_taken(leaf):
+        return leaf
+    return tf.TensorSpec(leaf.shape, keras.config.floatx())
 
 
 def _dataset_batch(dataset: tf.data.Dataset) -> Any:
@@ -223,9 +229,9 @@ def held_bytes(arguments: Mapping[str, Any], batch) -> int:
     names = ("x", "y", "sample_weight", "validation_data")
     arrays = [arguments.get(name) for name in names]
     copied = sum(
-        batches.num_bytes(leaf)
+        batches.num_bytes(_in_floatx(leaf))
         for leaf in keras.tree.flatten(arrays)
-        if hasattr(leaf, "shape")
+        if hasattr(leaf, "shape") and not _is_taken(leaf)
     )
     return copied + ready_bytes(batch)
 

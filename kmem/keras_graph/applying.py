@@ -88,8 +88,8 @@ _Segments = tuple[Segment, ...]
 
 
 def applied(model: keras.Model, frame: Frame, segments: _Segments) -> Context:
-    """Lets a model that is called within follow a plan, in numbers of the
-    recorded calls."""
+    """Lets a model that is called within follow a plan: `segments`, in numbers
+    of the recorded calls."""
     visitor = _Planned(model, frame, segments)
     return opening.opened(model, visitor, frame.is_step)
 

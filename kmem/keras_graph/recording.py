@@ -48,7 +48,7 @@ class Call:
         arguments: Its positional and keyword arguments, tensors of the trace.
         reads: The value of each tensor among the arguments, `None` if that is
             a constant.
-        makes: Those values that did not exist before.
+        makes: The values of results that did not exist before.
         uses: `{value: number}`: how many of the operations within use it,
             each of which gives it a gradient of its own.
         operations: The types of the operations within. They tell apart calls
@@ -128,8 +128,8 @@ class Recording:
 
 def record(model: keras.Model, batch, in_step: bool) -> Recording:
     """Records a model's call on a batch, `tf.TensorSpec`s with known shapes,
-    and its loss if there are targets, as in training; or what its `train_step`
-    calls up to its loss."""
+    and its loss if there are targets; `in_step`, what its `train_step` calls up
+    to its loss."""
     recorder: Any = None
 
     def trace(batch):

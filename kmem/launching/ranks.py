@@ -87,19 +87,9 @@ def run(
     private: bool,
     grace_seconds: float,
 ) -> list:
-    """Returns what a task returned in each rank.
-
-    Args:
-        task: For `rank.py`.
-        num_processes: How many ranks there are.
-        gpus: CUDA's names of those to share out, one for each rank; or none.
-        restarts: How often to start all of them again.
-        private: Whether they get a network of their own, if that can be.
-        grace_seconds: What ranks are given to end themselves.
-
-    Raises:
-        RankFailed: If a rank fails in the last attempt.
-    """
+    """What a task, made for `rank.py`, returned in each rank. Of `gpus`, CUDA's
+    names, each rank gets one, if there are any. Raises `RankFailed` if a rank
+    fails in the last attempt."""
     attempt = 0
     while True:
         # A new one: what is left of the last may hold its ports.

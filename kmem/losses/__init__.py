@@ -114,7 +114,7 @@ class LinearCrossEntropy:
         """The loss.
 
         Args:
-            labels: Integers, `(...)` or `(..., 1)`.
+            labels: Integers, `(...)`, `(..., 1)`, or as many in one axis.
             hidden: Hidden states, `(..., features)`. Logits are computed in
                 their dtype.
             weight: A tensor or variable `(features, classes)`.
@@ -148,7 +148,7 @@ class LinearCrossEntropy:
         form = self._form(classes, bias is not None, compute_dtype=dtype)
         labels = tf.cast(tf.convert_to_tensor(labels), tf.int64)
         lead = hidden.shape[:-1]
-        _check_shape("labels", labels, lead, [*lead, 1])
+        _check_shape("labels", labels, lead, [*lead, 1], [lead.num_elements()])
         for each in biases:
             _check_shape("bias", each, [classes])
         if mask is not None:

@@ -3,24 +3,28 @@
 Levels compute one after another, so the budget is that of each level's step
 (level_plan.py). What changes no number comes first, as in `fit` of one model.
 A level that fits is left as it is. Else, if its loss assigns nothing, its
-batches come in the fewest equal micro-batches that fit. Any other level
-recomputes, in micro-batches if it must. Then whole steps are run, and what
-they need beyond the budget is taken from that of the levels. What this module
+batches come in the fewest micro-batches that fit. Any other level, or one for
+which none are enough, recomputes, in micro-batches if it must. Then whole
+steps are run, and what they need beyond the budget is taken from that of the
+levels. What this module
 does not do: look for the fastest of what fits, or for what a model that
 validates needs.
 """
 
 import bisect
 import dataclasses
+import itertools
 import math
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from kmem import memory
 from kmem.base.sizes import format_size
 from kmem.budget import inference
 from kmem.budget import tuning
+from kmem.budget.menu import even_counts
 from kmem.budget.report import describe
 from kmem.budget.report import received_budget
 from kmem.fit import pipeline
@@ -33,6 +37,7 @@ from kmem.options import MicroBatches
 from kmem.options import Remat
 from kmem.planning.bounds import InfeasibleBudget
 from kmem.step import batches
+from kmem.step.metrics import innermost
 
 
 def checked_bytes(levels: list[Level], options: MemoryOptions) -> int | None:
@@ -103,19 +108,30 @@ class Choosing:
         """Sets the levels' options.
 
         Raises:
-            ValueError: If nothing that is known stays within the budget.
+            ValueError: If nothing that is known stays within the budget. The
+                levels have the options then that they were given.
         """
-        for _ in range(tuning.MAX_ATTEMPTS):
+        try:
+            peak_bytes = self._choose_all()
+        except BaseException:
             for level in self._structure.levels:
+                level.options, level.plan = level.given_options, None
+            raise
+        if verbose:
+            print(self._summary(peak_bytes))
+
+    def _choose_all(self) -> float:
+        """Chooses for all levels; returns the peak of whole steps."""
+        levels = self._structure.levels
+        for _ in range(tuning.MAX_ATTEMPTS):
+            for level in levels:
                 self._choose(level)
-            peak_bytes = self._peak_bytes(self._structure.levels)
+            peak_bytes = self._peak_bytes(levels)
             if peak_bytes <= self._budget_bytes:
-                if verbose:
-                    print(self._summary(peak_bytes))
-                return
+                return peak_bytes
             if peak_bytes == math.inf:
                 break
-            alone = max(self._peak_bytes([x]) for x in self._structure.levels)
+            alone = max(self._peak_bytes([level]) for level in levels)
             excess = int(peak_bytes) - self._budget_bytes
             self._room = int(min(alone, self._room)) - excess
         self._least_bytes = math.inf
@@ -167,13 +183,18 @@ class Choosing:
         rows = batches.num_rows(share)
         if given > 1 or rows is None or not batches.can_be_split(share):
             return [given]
-        return [count for count in range(1, rows + 1) if rows % count == 0]
+        return even_counts(rows)
 
     def _fits(self, level: Level, options: MemoryOptions) -> bool:
         """Whether the level's steps do under some options, which it keeps."""
         level.options = options
         share = self._shares[level.name]
-        level.look(batches.part_of(share, options.num_parts), self._mode)
+        part = batches.part_of(share, options.num_parts)
+        try:
+            level.look(part, self._mode)
+        except tf.errors.ResourceExhaustedError:
+            # A layer alone needs more, and cannot be measured for a plan.
+            return False
         if level.plan is None:
             least_bytes = self._peak_bytes([level])
         else:
@@ -215,7 +236,7 @@ class Choosing:
             if level.options.num_parts > 1 and level.state:
                 # What a loss assigns is made from what it is given.
                 line += ", where one micro-batch at a time is seen by "
-                line += ", ".join(sorted({_owner(v) for v in level.state}))
+                line += ", ".join(_names_of_owners(level))
             lines.append(line)
         return (
             f"{self._received}: steps of {format_size(peak_bytes)}; "
@@ -223,6 +244,8 @@ class Choosing:
         )
 
 
-def _owner(variable: keras.Variable) -> str:
-    """The layer of a variable."""
-    return variable.path.rsplit("/", 1)[0]
+def _names_of_owners(level: Level) -> list[str]:
+    """The layers that have what the level's loss assigns."""
+    state = {id(variable) for variable in level.state}
+    owners = [innermost(model, state, "variables") for model in level.models]
+    return [layer.name for layer in itertools.chain(*owners)]

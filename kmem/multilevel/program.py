@@ -169,9 +169,7 @@ class Program(keras.Model):
             part = batches.part_of(share, level.options.num_parts)
             shares[level.name], microbatches[level.name] = share, part
         edges = structure.find_edges(self.levels, microbatches, mode)
-        wanted = self._wanted_edges
-        if wanted != "infer":
-            edges = structure.choose_edges(self.levels, edges, wanted)
+        edges = structure.choose_edges(self.levels, edges, self._wanted_edges)
         structure.check_responses(self.levels, edges)
         if self._structure is None:
             with strategy.scope():
@@ -210,15 +208,17 @@ class Program(keras.Model):
         for.
 
         Args:
-            data: As in `prepare`; needed if that was not called, nor `fit`.
+            data: As in `prepare`, for levels with their own options. Needed
+                if neither that was called nor `fit`.
             print_fn: What is called with the text.
 
         Raises:
             ValueError: If it is not known what the levels are given.
         """
         if data is not None:
-            self.prepare(data)
-            self._set_element(feeding.first_batches(data))
+            specs = feeding.first_batches(data)
+            self.prepare(specs)
+            self._set_element(specs)
         if self._structure is None:
             raise ValueError(
                 "`summary` needs the data of the levels: call `summary(data)` "
@@ -277,7 +277,7 @@ class Program(keras.Model):
         option = options.sharding
         if option is None and self._structure:
             workers.make_whole(self.levels, self._optimizers)
-        self._prepare(x, options, int(kwargs.get("verbose") != 0))
+        self._prepare(x, options, kwargs.get("verbose") not in (0, 2))
         stream, steps = feeding.stream(
             x,
             self._structure.num_batches,

@@ -156,9 +156,11 @@ def find_edges(
 
 
 def choose_edges(
-    levels: list[Level], edges: Edges, chosen: Iterable[tuple[str, str]]
+    levels: list[Level], edges: Edges, chosen: str | Iterable[tuple[str, str]]
 ) -> Edges:
-    """Of the edges that there are, those that the user names."""
+    """Of the edges that there are, those that the user names, or all."""
+    if chosen == "infer":
+        return edges
     names = [level.name for level in levels]
     by_name = {(names[a], names[b]): (a, b) for a, b in edges}
     pairs: list[Any] = list(map(tuple, chosen))

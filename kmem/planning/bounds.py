@@ -50,7 +50,7 @@ class InfeasibleBudget(ValueError):
 
 def peak_lower_bound(graph: Graph) -> int:
     """Returns bytes that every schedule needs at some moment: the most that an
-    operation needs, with what cannot be made again; or all results."""
+    operation needs, with what cannot be made again; at least all results."""
     fixed = np.array([not op.recomputable for op in graph.operations], bool)
     # Of what waits in host memory nothing is known.
     fixed &= graph.host_seconds is None

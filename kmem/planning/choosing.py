@@ -35,8 +35,8 @@ _MOST_PLACES = 300
 
 
 class ChainSolver:
-    """The plans of a network for all budgets, from one table with so many
-    sizes of memory; by default what takes a few seconds."""
+    """The plans of a network for all budgets, from one table that tells
+    `num_slots` sizes apart; by default what takes a few seconds."""
 
     def __init__(self, network: Network, num_slots: int | None = None):
         self._network = network

@@ -62,8 +62,8 @@ def loss_scaled(model: keras.Model, option: MixedPrecision):
 def around(
     inner: keras.optimizers.Optimizer, variables: list, option: MixedPrecision
 ) -> keras.optimizers.LossScaleOptimizer:
-    """Puts a loss scale around an optimizer, which keeps its variables; it is
-    built if it is known what it updates."""
+    """Puts a loss scale around an optimizer, which keeps its variables, and
+    builds it if it is known which it updates."""
     if variables and not inner.built:
         inner.build(variables)
     wrapper = _LossScaleOptimizer(
@@ -120,14 +120,8 @@ def none_remembered(inner: keras.optimizers.Optimizer | None) -> Iterator[None]:
 
 
 def scale_of(inner: keras.optimizers.Optimizer | None) -> list | None:
-    """What to save of an optimizer's scale, in the middle of a fit or after.
-
-    Args:
-        inner: The model's optimizer, if it has one.
-
-    Returns:
-        What `set_scale` takes; `None` if it was never scaled.
-    """
+    """What to save of the scale of a model's optimizer, in the middle of a fit
+    or after, for `set_scale`; `None` if it was never scaled."""
     if inner is None:
         return None
     remember_scale(_wrapper(inner))
@@ -136,12 +130,7 @@ def scale_of(inner: keras.optimizers.Optimizer | None) -> list | None:
 
 
 def set_scale(inner: keras.optimizers.Optimizer, saved: list) -> None:
-    """Goes on with a scale that was saved.
-
-    Args:
-        inner: The model's optimizer.
-        saved: What `scale_of` returned.
-    """
+    """Goes on with a scale that `scale_of` gave of a model's optimizer."""
     _scales[inner] = tuple(saved)
     recall_scale(_wrapper(inner))
 

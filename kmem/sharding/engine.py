@@ -84,12 +84,8 @@ class Engine:
         return tensor[None]
 
     def reduce_scatter(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """The sum over the processes of the row that is this one's.
-
-        Args:
-            tensor: Of shape `[size, n]`; row `r` is for process `r`.
-            name: See the module.
-        """
+        """The sum over the processes of the row that is this one's, of a tensor
+        `[size, n]`."""
         return tensor[0]
 
     def all_reduce(

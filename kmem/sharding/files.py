@@ -73,7 +73,7 @@ class Writer(contextlib.ExitStack):
 
 class Reader:
     """Reads parts of a file, and checks them: a `ValueError` if it is missing
-    or has another length, or where it has been altered."""
+    or has another length, or, when a part is read, has been altered."""
 
     def __init__(
         self, path: pathlib.Path, num_bytes: int, checksums: list[int]

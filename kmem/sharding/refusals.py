@@ -61,8 +61,8 @@ def check_callbacks(callbacks) -> None:
 
 
 def can_be_offloaded(model: keras.Model, options: MemoryOptions) -> bool:
-    """Whether the state of a compiled model that has its variables can be kept
-    outside of its device, besides the options."""
+    """Whether a compiled model with variables can keep its state outside of its
+    device under these options."""
     # Several processes would have to do it together.
     config = os.environ.get("TF_CONFIG")
     if options.sharding is not None or (config and Cluster(config).size > 1):

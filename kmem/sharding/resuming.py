@@ -94,6 +94,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._ending: Any = None
 
     def on_train_begin(self, logs=None):
+        if self._skipped:
+            # An error ended the last `fit` while batches passed.
+            self.model.train_function = self._train
         self._skipped = self._unsaved = 0
         checkpoint.check_optimizers(self.model)
         self._ending = _Ending(self.model)

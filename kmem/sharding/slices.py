@@ -41,12 +41,8 @@ _STEP = 0x9E3779B1
 
 
 class Slices(Alone):
-    """The processes that compute a batch together.
-
-    Args:
-        later: Whether whole gradients are added up before an update only, and
-            not after every batch.
-    """
+    """The processes that compute a batch together. They may add up whole
+    gradients `later`: before an update only, not after every batch."""
 
     split_batches = True
 

@@ -120,11 +120,8 @@ class ShardedOptimizer:
         return tf.device(self._home) if self._home else contextlib.nullcontext()
 
     def _looking_at_all(self, weights: list) -> Context:
-        """Lets it clip, and look for infinities, over all processes.
-
-        Args:
-            weights: The weights whose gradients are not `None`.
-        """
+        """Lets it clip, and look for infinities, over all processes, with
+        weights whose gradients are not `None`."""
         optimizer, inner, engine = self._optimizer, self._inner, self._engine
         plain_clip = getattr(inner, CLIP)
         plain_use = getattr(inner, USE_WEIGHT_DECAY)

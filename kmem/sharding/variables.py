@@ -249,8 +249,8 @@ def updated(mirrored: list, after: Sequence[tf.Tensor] = ()) -> Iterator[None]:
 
 
 def holders(variable) -> list[tf.Variable]:
-    """TensorFlow's variables that hold the value of a variable of Keras's, or
-    its own: of replicas and shards too."""
+    """The `tf.Variable`s that hold the value of a variable, Keras's or
+    TensorFlow's: of replicas and shards too."""
     shards = vars(variable).get("_kmem_shards", {}).values()
     if isinstance(variable, keras.Variable):
         variable = whole_of(variable)

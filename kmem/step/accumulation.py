@@ -36,8 +36,8 @@ def build_optimizer(optimizer, variables: list) -> None:
 
 
 class Updater:
-    """Makes one update of every group of so many batches; early, it updates a
-    variable as soon as its gradient is there, which is freed then."""
+    """Makes one update of every `steps` batches; if `early`, of each variable
+    as soon as its gradient is there, which is freed then."""
 
     def __init__(
         self,

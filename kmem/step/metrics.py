@@ -136,7 +136,7 @@ def reached_from(
     tensors: list, without: Container[str] = frozenset()
 ) -> set[int]:
     """The tensors of a graph that are computed from some, by their `id`, but
-    for what is computed by some kinds of operations."""
+    through no operation of a kind in `without`."""
     waiting = [t for t in tensors if tf.is_tensor(t)]
     reached: dict[int, tf.Tensor] = {}
     while waiting:

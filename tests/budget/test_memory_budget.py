@@ -854,6 +854,18 @@ def test_nothing_can_be_allowed_without_a_budget():
         kmem.MemoryOptions(allow="mixed_precision", microbatches=2)
 
 
+def test_models_that_are_made_alike_need_alike():
+    def key(optimizer=keras.optimizers.SGD, rate=0.1, metric="mae"):
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(1)])
+        scaled = keras.optimizers.LossScaleOptimizer(optimizer(rate))
+        metrics = [metric, keras.metrics.AUC(), keras.losses.mean_squared_error]
+        model.compile(scaled, "mse", metrics=metrics)
+        return dry_run.beside_layers(model)
+
+    assert key() == key() == key(rate=0.2)
+    assert len({key(), key(keras.optimizers.Adam), key(metric="mse")}) == 3
+
+
 def test_a_metric_counts_in_a_model_of_layers_that_were_measured():
     x, y = tf.ones((64, 8)), tf.ones((64, 1))
     data = tf.data.Dataset.from_tensors((x, y))

@@ -53,9 +53,12 @@ def test_the_smallest_quick_threshold_is_recommended(rows, megabytes):
 
 @pytest.mark.parametrize(
     "rows, megabytes",
-    [([row(80, 1.1), row(50, 1.5), FAILED], 50), ([FAILED], 0)],
+    [
+        ([row(80, 2.0), row(50, 2.6), row(40, 2.7), FAILED], 50),
+        ([FAILED], 0),
+    ],
 )
-def test_the_smallest_threshold_will_do_if_none_could_not_run(rows, megabytes):
+def test_times_are_those_of_the_fastest_if_none_could_not_run(rows, megabytes):
     unlimited = Row(kmem.DTR(0, heuristic="dtr_eq"), error="out of memory")
     found = Sweep((PLAIN, unlimited, *rows))
     assert found.recommended == kmem.DTR(megabytes * 10**6, heuristic="dtr_eq")

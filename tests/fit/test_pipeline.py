@@ -156,6 +156,23 @@ ARRAYS = {
 }
 
 
+@pytest.mark.skipif(
+    bool(tf.config.list_physical_devices("GPU")), reason="holds nothing there"
+)
+def test_tensors_are_not_counted_once_more_unless_they_are_cast():
+    batch = tf.TensorSpec((10, 4))
+    ready = pipeline.ready_bytes(batch)
+
+    def copied(x):
+        return pipeline.held_bytes({"x": x, "y": X[:, :1]}, batch) - ready
+
+    y_bytes = X[:, :1].nbytes
+    assert copied(tf.constant(X)) == y_bytes
+    assert copied(tf.constant(X, tf.float64)) == X.nbytes + y_bytes
+    assert copied(X) == copied(X.astype("float64")) == X.nbytes + y_bytes
+    assert copied(TABLE) == X.nbytes + y_bytes
+
+
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda each: [*each][0])
 @pytest.mark.parametrize("data", ARRAYS.values(), ids=[*ARRAYS])

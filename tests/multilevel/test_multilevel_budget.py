@@ -166,6 +166,16 @@ def test_the_fewest_micro_batches_that_fit_are_chosen(native_library, one):
     assert fit(program) > budget
 
 
+def test_a_batch_that_has_no_divisors_is_not_split_into_its_examples(
+    native_library, one
+):
+    program = one_level()
+    fit(program, 1021, memory_budget=in_use() + int(0.5 * one[0]))
+
+    [options] = options_of(program)
+    assert options.num_parts == 4
+
+
 def too_small(program, **options):
     """The smallest budget that is known, as the error says it."""
     message = r"room for the level 'model': give a budget of (\d+) bytes \("
@@ -183,6 +193,8 @@ def test_a_budget_that_is_too_small_names_the_level_and_one_that_is_not(
     budget = too_small(program, memory_budget=1)
 
     assert_near(program, before, 0)
+    [level] = program.levels
+    assert level.options is level.given_options and level.plan is None
     assert fit(program, rows=4, memory_budget=budget) <= budget
     fit(program, rows=4)
     assert options_of(program) == [program.levels[0].given_options]
@@ -220,10 +232,10 @@ def test_what_whole_steps_need_beyond_is_taken_from_the_levels(
 
 
 def test_what_whole_steps_need_beyond_is_in_the_budget_that_is_named(
-    native_library, needing_more
+    native_library, needing_more, two
 ):
-    needing_more(100_000)
-    given = in_use() + 80_000
+    needing_more(two[0] // 10)
+    given = in_use() + two[0] // 12
 
     assert too_small(two_levels(), memory_budget=given) > given
 
