@@ -191,7 +191,7 @@ def _spec(leaf) -> tf.TensorSpec | None:
     is_data_set = isinstance(leaf, tf.data.Dataset)
     kind = "arrays or tensors: of a data set, `next(iter(data))`"
     must_be(not is_data_set, leaf, "a batch", kind)
-    known = np.ndarray, np.generic, keras.Variable
+    known = np.ndarray, np.generic, keras.Variable, keras.KerasTensor
     if not hasattr(leaf, "shape"):
         leaf = np.asarray(leaf)
     elif not (tf.is_tensor(leaf) or isinstance(leaf, known)):
