@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from keras import ops
+from peaks import Peaks
 
 import kmem
 from kmem.multilevel import Level
@@ -49,20 +50,6 @@ def two_levels(**options):
     return Program([lower, Level(weigh, loss, keras.optimizers.SGD(0.1))])
 
 
-class Peak(keras.callbacks.Callback):
-    """The most bytes of a step."""
-
-    peak_bytes = 0
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.tracked = kmem.memory.track("CPU")
-        self.usage = self.tracked.__enter__()
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.tracked.__exit__(None, None, None)
-        self.peak_bytes = max(self.peak_bytes, self.usage.peak_bytes)
-
-
 def in_use():
     gc.collect()
     return kmem.memory.current("CPU")
@@ -73,15 +60,15 @@ def fit(program, rows=ROWS, **options):
     random = np.random.default_rng(0)
     x = random.normal(size=(rows, 4)).astype("float32")
     data = tf.data.Dataset.from_tensors(x)
-    peak = Peak()
+    peaks = Peaks()
     program.fit(
         {level.name: data for level in program.levels},
         steps_per_epoch=2,
         verbose=0,
-        callbacks=[peak],
+        callbacks=[peaks],
         **options,
     )
-    return peak.peak_bytes
+    return max(peaks.found)
 
 
 def plain(make, **options):

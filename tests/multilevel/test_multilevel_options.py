@@ -10,6 +10,7 @@ from keras import layers
 from keras import ops
 from multilevel_cases import Reweighting
 from multilevel_cases import relative_error
+from peaks import Peaks
 from peaks import least_peak_bytes
 
 import kmem
@@ -136,31 +137,16 @@ def test_a_level_that_recomputes_must_call_a_model():
         program.fit({"lower": x}, verbose=0)
 
 
-class _Peak(keras.callbacks.Callback):
-    """The most bytes of a step after the first."""
-
-    peak_bytes = 0
-
-    def on_train_batch_begin(self, batch, logs=None):
-        self.tracked = kmem.memory.track("CPU")
-        self.usage = self.tracked.__enter__()
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.tracked.__exit__(None, None, None)
-        if batch:
-            self.peak_bytes = max(self.peak_bytes, self.usage.peak_bytes)
-
-
 def step_bytes(program, data):
     """The most that is in memory in a step of `fit`."""
-    callback = _Peak()
+    peaks = Peaks()
     program.fit(
         {level.name: data for level in program.levels},
         steps_per_epoch=5,
         verbose=0,
-        callbacks=[callback],
+        callbacks=[peaks],
     )
-    return callback.peak_bytes
+    return max(peaks.found[1:])
 
 
 def test_a_step_stays_within_the_budget_of_a_level(native_library):
