@@ -69,7 +69,9 @@ def perform(task: dict, report: Connection, is_alone: bool) -> int:
     except BaseException as error:
         summary = traceback.TracebackException.from_exception(error)
         # It begins with the task's own code.
-        while summary.stack and summary.stack[0].filename == __file__:
+        package = os.path.dirname(os.path.dirname(__file__))
+        own = __file__, os.path.join(package, "distributed.py")
+        while summary.stack and summary.stack[0].filename in own:
             del summary.stack[0]
         text = "".join(summary.format())
         if is_alone and _is_for_lack_of_network(error):
