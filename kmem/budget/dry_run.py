@@ -121,11 +121,9 @@ def beside_layers(model: Any) -> str:
     """What a step's bytes depend on besides the model's layers, as text."""
     if not model.compiled:
         return ""
-    optimizer = model.optimizer
-    kinds = [type(optimizer).__name__]
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
-        kinds.append(type(optimizer).__name__)
+    # Around it there may be a loss scale.
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    kinds = [type(each).__name__ for each in (model.optimizer, optimizer)]
     config = optimizer.get_config()
     for name in ("name", "learning_rate"):
         config.pop(name, None)

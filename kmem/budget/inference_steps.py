@@ -103,7 +103,9 @@ class InferenceSteps:
         spec = batches.with_rows(batches.specs_of(batch), None)
         # Where none are recorded, a graph has no operations that write them.
         writes = bool(tf.summary.should_record_summaries())
-        kinds = keras.tree.map_structure(_kind, spec)
+        kinds = keras.tree.map_structure(
+            lambda leaf: leaf and (leaf.dtype, leaf.shape.rank), spec
+        )
         key = kind, count, repr(kinds), writes
         traced, function = self._functions.get(key, (spec, None))
         if spec != traced:
@@ -247,10 +249,6 @@ def joined(parts: list) -> Any:
         ),
         *parts,
     )
-
-
-def _kind(spec: tf.TensorSpec | None) -> Any:
-    return spec and (spec.dtype, spec.shape.rank)
 
 
 def _covering(one: tf.TensorSpec | None, other: Any) -> Any:

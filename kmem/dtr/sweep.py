@@ -99,17 +99,17 @@ class Sweep(drawing.Shown):
         """The smallest threshold that the peak stays within and with
         which a step takes at most 1.3 times as long as without one, or as
         the fastest if that could not run."""
-        kept = [
+        kept: list[Any] = [
             row
             for row in self.rows[1:]
             if row.step_seconds
             and (row.peak_bytes or 0) <= (row.threshold_bytes or math.inf)
         ]
-        times: list[Any] = [row.step_seconds for row in kept]
-        whole = self.unlimited.step_seconds or min(times, default=0.0)
-        pairs = zip(kept, times, strict=True)
-        quick = [row for row, time in pairs if time <= _MOST_SLOWDOWN * whole]
-        rows: Any = quick or [self.unlimited]
+        times = [row.step_seconds for row in kept]
+        most = self.unlimited.step_seconds or min(times, default=0.0)
+        most *= _MOST_SLOWDOWN
+        rows = [row for row in kept if row.step_seconds <= most]
+        rows = rows or [self.unlimited]
         return min(rows, key=lambda row: row.threshold_bytes or math.inf).dtr
 
     def summary(self) -> str:

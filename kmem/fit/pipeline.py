@@ -70,9 +70,9 @@ def fit_batch(arguments: MutableMapping[str, Any]) -> Any:
 
 def _is_taken(leaf: Any) -> bool:
     """Whether Keras takes it as it is: a tensor that it need not cast."""
-    if not isinstance(leaf, tf.Tensor):
-        return False
-    return not leaf.dtype.is_floating or leaf.dtype == keras.config.floatx()
+    return isinstance(leaf, tf.Tensor) and (
+        not leaf.dtype.is_floating or leaf.dtype == keras.config.floatx()
+    )
 
 
 def _in_floatx(leaf: Any) -> Any:

@@ -27,7 +27,6 @@ from kmem.budget import tuning
 from kmem.budget.menu import even_counts
 from kmem.budget.report import describe
 from kmem.budget.report import received_budget
-from kmem.fit import pipeline
 from kmem.keras_graph import profiling
 from kmem.multilevel import level_plan
 from kmem.multilevel.level import Level
@@ -95,11 +94,9 @@ class Choosing:
         self._structure = structure
         self._shares = shares
         self._element = element
-        given = options.memory_budget
-        self._received = received_budget(given, budget_bytes)
+        self._received = received_budget(options.memory_budget, budget_bytes)
         self._mode: Any = profiling.mode(program)
-        # One batch that is ready, and one in the making.
-        self._reserved = pipeline.ready_bytes(element, 2)
+        self._reserved = level_plan.reserved_bytes(element)
         self._budget_bytes = self._room = budget_bytes
         # What the level that is looked at was seen to need at the least.
         self._least_bytes = math.inf

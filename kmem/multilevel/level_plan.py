@@ -180,8 +180,7 @@ def plan_within_budgets(program: keras.Model, structure, element) -> None:
     Raises:
         ValueError: If a level has no plan within its budget.
     """
-    # One batch that is ready, and one in the making.
-    reserved = pipeline.ready_bytes(element, 2)
+    reserved = reserved_bytes(element)
     for level in structure.levels:
         if level.plan is None or not level.plan.has_budget:
             continue
@@ -195,13 +194,16 @@ def plan_within_budgets(program: keras.Model, structure, element) -> None:
             level.plan.choose(reserved=reserved + batches.num_bytes(held))
 
 
+def reserved_bytes(element) -> int:
+    """One batch that is ready, and one in the making."""
+    return pipeline.ready_bytes(element, 2)
+
+
 def measure(
     program, structure, levels: list, element
 ) -> dry_run.Measurement | None:
-    """Runs steps in which only some levels compute, and leaves no trace.
-
-    `None` if they ran out of memory; see `plan_within_budgets`.
-    """
+    """Runs steps in which only some levels compute, and leaves no trace; `None`
+    if they ran out of memory. For the rest see `plan_within_budgets`."""
     state = _state(program, structure)
     undone = undoing.unchanged(state, program.metrics)
     training = _alone(program, structure, levels)

@@ -41,6 +41,8 @@ class Stage:
             the same memory, as an addition's inputs'.
         residual_bytes: What the backward pass reads besides `kept`.
         gradient_bytes: The gradients of its parameters.
+        forward_seconds: The time of the forward pass.
+        backward_seconds: The time of the backward pass.
         forward_workspace_bytes: What it needs besides, while it runs.
         backward_workspace_bytes: The same, of its backward pass.
         recomputable: Whether it may run twice.

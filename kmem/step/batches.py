@@ -183,7 +183,7 @@ def describe(batch) -> str:
     )
 
 
-def _spec(leaf) -> tf.TensorSpec | None:
+def _spec(leaf: Any) -> tf.TensorSpec | None:
     if leaf is None or isinstance(leaf, _ABSENT):
         return None
     if isinstance(leaf, tf.TensorSpec):
@@ -191,16 +191,19 @@ def _spec(leaf) -> tf.TensorSpec | None:
     is_data_set = isinstance(leaf, tf.data.Dataset)
     kind = "arrays or tensors: of a data set, `next(iter(data))`"
     must_be(not is_data_set, leaf, "a batch", kind)
-    known = np.ndarray, np.generic, keras.Variable, keras.KerasTensor
+    known: Any = np.ndarray, np.generic, keras.Variable, keras.KerasTensor
     if not hasattr(leaf, "shape"):
         leaf = np.asarray(leaf)
-    elif not (tf.is_tensor(leaf) or isinstance(leaf, known)):
-        if hasattr(leaf, "__array__"):
-            leaf = private_keras.as_array(leaf)
+    shape = leaf.shape
+    is_known = tf.is_tensor(leaf) or isinstance(leaf, known)
+    if not is_known and hasattr(leaf, "__array__"):
+        # Of one row: all of it would be copied.
+        leaf = private_keras.as_array(leaf[:1])
+        shape = [*shape[:1], *leaf.shape[1:]]
     dtype = tf.as_dtype(leaf.dtype)
     if isinstance(leaf, np.ndarray) and dtype.is_floating:
         dtype = tf.as_dtype(keras.config.floatx())
-    return tf.TensorSpec(leaf.shape, dtype)
+    return tf.TensorSpec(shape, dtype)
 
 
 def _with_example(spec, leaf) -> tf.TensorSpec | None:

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from keras import ops
-from peaks import Peaks
+from peaks import program_peaks
 
 import kmem
 from kmem.multilevel import Level
@@ -60,15 +60,7 @@ def fit(program, rows=ROWS, **options):
     random = np.random.default_rng(0)
     x = random.normal(size=(rows, 4)).astype("float32")
     data = tf.data.Dataset.from_tensors(x)
-    peaks = Peaks()
-    program.fit(
-        {level.name: data for level in program.levels},
-        steps_per_epoch=2,
-        verbose=0,
-        callbacks=[peaks],
-        **options,
-    )
-    return max(peaks.found)
+    return max(program_peaks(program, data, 2, **options))
 
 
 def plain(make, **options):

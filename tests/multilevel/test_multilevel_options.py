@@ -10,8 +10,8 @@ from keras import layers
 from keras import ops
 from multilevel_cases import Reweighting
 from multilevel_cases import relative_error
-from peaks import Peaks
 from peaks import least_peak_bytes
+from peaks import program_peaks
 
 import kmem
 from kmem.multilevel import ConjugateGradient
@@ -139,14 +139,7 @@ def test_a_level_that_recomputes_must_call_a_model():
 
 def step_bytes(program, data):
     """The most that is in memory in a step of `fit`."""
-    peaks = Peaks()
-    program.fit(
-        {level.name: data for level in program.levels},
-        steps_per_epoch=5,
-        verbose=0,
-        callbacks=[peaks],
-    )
-    return max(peaks.found[1:])
+    return max(program_peaks(program, data, 5)[1:])
 
 
 def test_a_step_stays_within_the_budget_of_a_level(native_library):

@@ -45,6 +45,19 @@ def peaks_bytes(step, *arguments) -> list[int]:
     return peaks
 
 
+def program_peaks(program, data, num_steps, **options) -> list[int]:
+    """The peak of each step of a `fit` of all levels on the same data."""
+    peaks = Peaks()
+    program.fit(
+        {level.name: data for level in program.levels},
+        steps_per_epoch=num_steps,
+        verbose=0,
+        callbacks=[peaks],
+        **options,
+    )
+    return peaks.found
+
+
 class Peaks(keras.callbacks.Callback):
     """The device's peak in each step of `fit`, with what is held."""
 
