@@ -156,10 +156,12 @@ def in_own_dtype(vector, level, batch, wrt, alpha):
             level.gradient(
                 batch,
                 wrt,
-                at=[
-                    w + sign * alpha / norm * v
-                    for w, v in zip(values, vector, strict=True)
-                ],
+                at={
+                    id(variable): w + sign * alpha / norm * v
+                    for variable, w, v in zip(
+                        level.variables, values, vector, strict=True
+                    )
+                },
             )
             for sign in (1, -1)
         )

@@ -30,6 +30,8 @@ from kmem.options import MemoryOptions
 from kmem.step.parts import Parts
 
 Tensors = list[tf.Tensor]
+# Of variables, by their `id`.
+Values = dict[int, tf.Tensor]
 
 
 class _Local(threading.local):
@@ -54,6 +56,8 @@ class Derivatives:
     optimizer: Any
     variables: list
     state: list
+    # Of the levels that step between its own steps, what its loss reads.
+    below: list
     logged: tuple[str, ...]
     computing: Callable[[], Context]
     loss_of: Callable[[Any], tf.Tensor]
@@ -132,14 +136,14 @@ class Derivatives:
         return mean_over_replicas(self.workers.total(sums, own))
 
     def gradient(
-        self, batch: Any, wrt: list | None = None, at: Tensors | None = None
+        self, batch: Any, wrt: list | None = None, at: Values | None = None
     ) -> Tensors:
         """The gradient of the loss.
 
         Args:
             batch: The batch.
             wrt: The variables to which it is taken; the level's by default.
-            at: Values to take instead of those of the level's variables.
+            at: By `id` of variables, values to take instead of theirs.
 
         Returns:
             A tensor for each of `wrt`.
@@ -147,7 +151,7 @@ class Derivatives:
         return self.loss_and_gradient(batch, wrt, at)[1]
 
     def loss_and_gradient(
-        self, batch: Any, wrt: list | None = None, at: Tensors | None = None
+        self, batch: Any, wrt: list | None = None, at: Values | None = None
     ) -> tuple[Tensors, Tensors]:
         """The loss with what else goes into the logs, and the loss's gradient;
         see `gradient`."""
@@ -180,7 +184,7 @@ class Derivatives:
         batch: Any,
         direction: Tensors,
         wrt: list,
-        at: Tensors | None = None,
+        at: Values | None = None,
     ) -> Tensors:
         """The gradient of <dL/dw, direction>, w being the level's variables.
 
@@ -191,7 +195,7 @@ class Derivatives:
             direction: A tensor for each of the level's variables.
             wrt: The variables to which it is taken. For the level's own it is
                 the product of the loss's Hessian and the direction.
-            at: Values to take instead of those of the level's variables.
+            at: By `id` of variables, values to take instead of theirs.
 
         Returns:
             A tensor for each of `wrt`.
@@ -287,14 +291,11 @@ class Derivatives:
         # Not the values themselves, which take no memory of their own.
         return [value / 2 + tf.cast(number, value.dtype) for value in read(wrt)]
 
-    def _substitutes(
-        self, wrt: list, at: Tensors | None
-    ) -> dict[int, tf.Tensor]:
-        """By `id`, the values of the level's variables and of `wrt`."""
-        own = [id(variable) for variable in self.variables]
-        values = dict(zip(own, at or self.values(), strict=True))
-        others = [v for v in wrt if id(v) not in values]
-        return values | dict(zip(map(id, others), read(others), strict=True))
+    def _substitutes(self, wrt: list, at: Values | None) -> Values:
+        """The values of the level's variables and of `wrt`, and those given."""
+        given = at or {}
+        others = [v for v in (*self.variables, *wrt) if id(v) not in given]
+        return given | dict(zip(map(id, others), read(others), strict=True))
 
     def _hold_back(
         self, gradients: Tensors, differentiated: bool = False

@@ -20,7 +20,10 @@ import tensorflow as tf
 
 from kmem.base.checks import positive
 from kmem.base.checks import positive_int
+from kmem.base.sizes import format_size
+from kmem.base.sizes import parse_size
 from kmem.graph.releasing import zeros
+from kmem.multilevel import rewinding
 from kmem.multilevel import updates
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
@@ -87,12 +90,18 @@ class FiniteDifference:
         norm = tf.linalg.global_norm(vector)
         step = tf.math.divide_no_nan(tf.constant(alpha, norm.dtype), norm)
         moves = [v * tf.cast(step, v.dtype) for v in vector]
+        values = level.values()
+
+        def gradient(sign: int) -> Tensors:
+            ends = add(values, moves, sign)
+            at = dict(zip(map(id, level.variables), ends, strict=True))
+            return level.gradient(batch, wrt, at)
+
         with level.replayed(batch), level.in_32_bits():
-            values = level.values()
-            forth = level.gradient(batch, wrt, at=add(values, moves))
+            forth = gradient(1)
             # One after the other: side by side they take twice the memory.
             with tf.control_dependencies(forth):
-                back = level.gradient(batch, wrt, at=add(values, moves, -1))
+                back = gradient(-1)
         scale = norm / (2 * alpha)
         return [
             (b - f) * tf.cast(scale, f.dtype)
@@ -141,9 +150,11 @@ class Unrolled:
 
     The adjoint of each update, with its clipping, the optimizer's momentum or
     whatever it keeps, weight decay and constraints, at the weights, batches and
-    random numbers that it had. It keeps the weights and the optimizer's
-    variables of every step that is passed, and activations of one; in eager
-    mode the steps' gradients, too.
+    random numbers that it had. It keeps the state of every step that is
+    passed, which is the weights and the optimizer's variables, and its
+    gradient; and activations of one step. Within a `budget` it keeps the
+    states of some steps, from which the others are made again, as seldom as
+    can be.
 
     How: an update is w', s' = U(w, s, g(w, x)) with g = dL/dw, so that its
     adjoint is that of U (kmem/multilevel/updates.py), and then, of what arrives
@@ -155,20 +166,46 @@ class Unrolled:
     Args:
         steps: Through so many of the last steps only; those before are taken
             for constant. `None` is all `unroll_steps` of the level.
+        budget: The bytes that states may take, such as `"200MB"`, that of
+            the step that is passed included: two states at least. `None`:
+            all are kept, and no step is made again.
 
     Raises:
-        ValueError: If `steps` is not a positive integer.
+        ValueError: If `steps` is not a positive integer, or `budget` is no
+            size; in training, if two states do not fit.
     """
 
     steps: int | None = None
+    budget: int | str | None = None
 
     def __post_init__(self):
         if self.steps is not None:
             positive_int(self.steps, "steps")
+        if self.budget is not None:
+            parse_size(self.budget, "budget")
 
     def kept_steps(self, unroll_steps: int) -> int:
         """Of a level's updates those that are to be known."""
         return min(self.steps or unroll_steps, unroll_steps)
+
+    def num_waiting(self, level: Derivatives, num_steps: int) -> int | None:
+        """The states that wait beside the one that is worked at; `None` if
+        all states are kept, and gradients too."""
+        if self.budget is None or num_steps == 1:
+            return None
+        budget = parse_size(self.budget, "budget")
+        state, gradients = updates.num_bytes(level)
+        if (state + gradients) * num_steps <= budget:
+            return None
+        if 2 * state > budget:
+            raise ValueError(
+                "`budget` of `Unrolled` must hold two states, which are the "
+                "weights and what the optimizer keeps: that of the step that "
+                "is passed, and one to start from. Received: "
+                f"budget={self.budget!r} for level '{level.name}', of which a "
+                f"state takes {format_size(state)}"
+            )
+        return min(budget // state, num_steps) - 1
 
     def __call__(
         self, vector: Tensors, level: Derivatives, batch: Any, wrt: list
@@ -181,11 +218,12 @@ class Unrolled:
             ValueError: If the level made no steps within the program's.
         """
         steps = updates.made_steps(level, "Unrolled")
-        of_weights = vector
+        of_weights = list(vector)
         of_slots = [zeros(s.shape, s.dtype) for s in steps[0].slots]
         of_others = [zeros(v.shape, v.dtype) for v in wrt]
         num_own = len(level.variables)
-        for step in reversed(steps):
+        num_waiting = self.num_waiting(level, len(steps))
+        for step in rewinding.rewound(level, steps, num_waiting, of_weights):
             of_gradient, weights, slots = updates.adjoint(
                 level, step, of_weights, of_slots
             )
@@ -194,11 +232,11 @@ class Unrolled:
                     step.batch,
                     of_gradient,
                     [*level.variables, *wrt],
-                    at=step.values,
+                    at=updates.values_at(level, step),
                 )
             weights = list(map(tf.add, weights, products[:num_own]))
             others = list(map(tf.add, of_others, products[num_own:]))
-            of_weights = updates.chosen(step.made, weights, of_weights)
+            of_weights[:] = updates.chosen(step.made, weights, of_weights)
             of_slots = updates.chosen(step.made, slots, of_slots)
             of_others = updates.chosen(step.made, others, of_others)
         return updates.with_start(level, of_others, of_weights, wrt)

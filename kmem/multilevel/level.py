@@ -18,6 +18,7 @@ from kmem.base.patching import Context
 from kmem.base.patching import together
 from kmem.base.private_keras import all_layers
 from kmem.multilevel import loss as losses
+from kmem.multilevel import rewinding
 from kmem.multilevel import updates
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
@@ -141,6 +142,8 @@ class Level(Derivatives):
             self._set_start(start)
         # Those that its loss may call; the program knows them all.
         self.models = [model]
+        # Those that step between its steps.
+        self.inner_levels: list[Level] = []
         self.plan: LevelPlan | None = None
         # Whether its loss calls one of them, which a plan is for.
         self.calls_model = False
@@ -182,6 +185,23 @@ class Level(Derivatives):
         """How many of its last updates its hypergradient wants to know."""
         kept: Any = getattr(self.hypergradient, "kept_steps", None)
         return kept(self.unroll_steps) if kept else 0
+
+    @property
+    def below(self) -> list:
+        """What its loss reads of the levels that step between its steps."""
+        read = self._looked.read if self._looked else {}
+        learned = [v for level in self.inner_levels for v in level.variables]
+        return [variable for variable in learned if id(variable) in read]
+
+    def keeps(self, number: int) -> tuple[bool, bool]:
+        """Whether the state and the gradients of a step are kept, of those
+        that its hypergradient wants to know the one of this number."""
+        if not isinstance(self.hypergradient, Unrolled):
+            return True, True
+        num_waiting = self.hypergradient.num_waiting(self, self.kept_steps)
+        if num_waiting is None:
+            return True, True
+        return number in rewinding.kept(self.kept_steps, num_waiting), False
 
     @property
     def state(self) -> list:

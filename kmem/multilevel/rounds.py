@@ -54,7 +54,8 @@ class Round:
         self._taken: list[Any] = [0] * len(self._levels)
         # Of each level the last batch, and its loss's state before that.
         self._last: dict[int, tuple[Any, Tensors]] = {}
-        self._in_loop: set[int] = set()
+        # Levels at steps that a gradient will pass.
+        self._known: set[int] = set()
 
     def update(self, number: int) -> None:
         """Updates a level, once the levels below have been."""
@@ -100,12 +101,14 @@ class Round:
         if count >= _LOOPED_STEPS and count > last and not plainly:
             self._loop(number, count - last)
             count = last
-        for _ in range(count):
+        for left in reversed(range(count)):
+            if left < level.kept_steps:
+                self._known.add(number)
             self.update(number)
+        self._known.discard(number)
 
     def _loop(self, number: int, count: int) -> None:
-        """Makes updates of a level in a loop, which is traced once, and in
-        which they are not kept."""
+        """Makes updates of a level in a loop, which is traced once."""
 
         def step(index, taken):
             self._taken = taken
@@ -113,14 +116,12 @@ class Round:
             ordering.keep_order()
             return index + 1, self._taken
 
-        self._in_loop.add(number)
         _, self._taken = tf.while_loop(
             lambda index, _: index < count,
             step,
             (0, self._taken),
             parallel_iterations=1,
         )
-        self._in_loop.remove(number)
 
     def _gradient(self, number: int, batch: Any) -> Tensors:
         """The gradient of a level's loss, along all paths.
@@ -223,16 +224,17 @@ class Round:
     def _apply(self, number: int, gradients: Tensors) -> None:
         level, (batch, state) = self._levels[number], self._last[number]
         step = None
-        if level.kept_steps and number not in self._in_loop:
-            step = updates.noted(level, batch, state, gradients)
-        gradients = level.clipped(gradients)
         optimizer = self._structure.optimizers[number]
         scale = _scale(optimizer)
+        if number in self._known:
+            keeps = level.keeps(len(level.steps))
+            step = updates.noted(level, batch, state, scale, gradients, keeps)
+        gradients = level.clipped(gradients)
         if scale is not None:
             gradients = [t * tf.cast(scale, t.dtype) for t in gradients]
         level.workers.apply(optimizer, gradients, level.variables)
         if step is not None:
-            updates.finish(level, step, level.kept_steps)
+            updates.finish(level, step)
 
     def _next_batch(self, number: int) -> Any:
         """The level's next batch: the union of several if it accumulates."""

@@ -22,6 +22,7 @@ from kmem import precision
 from kmem.base.checks import must_be
 from kmem.base.sizes import format_size
 from kmem.multilevel import updates
+from kmem.multilevel.hypergradients import Unrolled
 from kmem.multilevel.level import Level
 from kmem.multilevel.workers import num_replicas
 from kmem.step import batches
@@ -85,6 +86,9 @@ class Structure:
             [child for child, parent in enumerate(parents) if parent == number]
             for number in numbers
         ]
+        for level, children in zip(levels, self.children, strict=True):
+            below = [levels[child] for child in children]
+            level.inner_levels = sum((c.inner_levels for c in below), below)
         self.num_updates = [1] * len(levels)
         for number in reversed(numbers[:-1]):
             parent = parents[number]
@@ -202,6 +206,26 @@ def check_responses(levels: list[Level], edges: Edges) -> None:
                 f"Received: the gradient of level '{names[top]}' through "
                 f"level '{names[number]}', whose own goes {path}"
             )
+        _check_unrolled(levels, _paths(edges, top), top)
+
+
+def _check_unrolled(levels: list[Level], paths: Paths, top: int) -> None:
+    """Refuses to go back through steps of two levels that take turns."""
+    for path, onward in paths.items():
+        for reader, other in ((path[-1], other) for other in onward):
+            if not other < reader < top or levels[reader].kept_steps < 2:
+                continue
+            both = levels[reader], levels[other]
+            if all(isinstance(x.hypergradient, Unrolled) for x in both):
+                raise ValueError(
+                    "`Unrolled` must go through one step of a level whose "
+                    "loss reads a level below that is `Unrolled`, too, and "
+                    "steps between: give it `steps=1` or `unroll_steps=1`, or "
+                    "one of the two a solver. Received: level "
+                    f"'{both[0].name}' with unroll_steps="
+                    f"{both[0].unroll_steps}, which reads level "
+                    f"'{both[1].name}'"
+                )
 
 
 def routes(paths: Paths, top: int) -> list[tuple[int, ...]]:

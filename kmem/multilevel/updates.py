@@ -18,7 +18,9 @@ from kmem.base import patching
 from kmem.base import private_keras
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
+from kmem.multilevel.derivatives import Values
 from kmem.multilevel.loss import read
+from kmem.step import batches
 
 # A square root has no derivative at zero, where weights have had no gradient.
 # It changes no update: what is added to the root is larger than its root.
@@ -31,38 +33,71 @@ class Step:
 
     Attributes:
         state: What the loss assigns, such as random seeds, before it.
-        gradients: What the level gave to be applied, before it was clipped.
-        values: The level's variables before it.
-        slots: Those of its optimizer before it.
+        below: What the level reads of others that step between its steps.
+        scale: What the loss was multiplied by, if it was.
         settings: The updates that the optimizer had made before, and its
             learning rate if that is a variable.
+        gradients: What the level gave to be applied, before it was clipped;
+            empty, like the two below, if it is to be made again.
+        values: The level's variables before it.
+        slots: Those of its optimizer before it.
         made: Whether it was made: a scaled loss may overflow.
     """
 
     batch: Any
     state: Tensors
+    below: Tensors
+    scale: tf.Tensor | None
+    settings: Tensors
     gradients: Tensors
     values: Tensors
     slots: Tensors
-    settings: Tensors
     made: Any = True
+
+    def forget(self) -> None:
+        """Lets go of its state."""
+        self.values, self.slots = [], []
 
 
 def noted(
-    level: Derivatives, batch, state: Tensors, gradients: Tensors
+    level: Derivatives,
+    batch: Any,
+    state: Tensors,
+    scale: tf.Tensor | None,
+    gradients: Tensors,
+    keeps: tuple[bool, bool],
 ) -> Step:
-    """What is to be known of an update that is about to be made."""
+    """What is to be known of an update that is about to be made.
+
+    Args:
+        keeps: Whether its state is kept, and whether its gradients are.
+    """
     slots, settings = _own(level.optimizer)
-    values = level.values()
-    return Step(batch, state, gradients, values, read(slots), read(settings))
+    keeps_state, keeps_gradients = keeps
+    return Step(
+        batch,
+        state,
+        read(level.below),
+        scale,
+        read(settings),
+        gradients if keeps_gradients else [],
+        level.values() if keeps_state else [],
+        read(slots) if keeps_state else [],
+    )
 
 
-def finish(level: Derivatives, step: Step, most: int) -> None:
+def num_bytes(level: Derivatives) -> tuple[int, int]:
+    """The bytes of the state before an update, and of its gradients."""
+    of_weights = batches.num_bytes(level.variables)
+    slots, _ = _own(level.optimizer)
+    return of_weights + batches.num_bytes(slots), of_weights
+
+
+def finish(level: Derivatives, step: Step) -> None:
     """Adds an update to the level's last ones, now that it was made or not."""
     number = step.settings[0]
     step.made = tf.convert_to_tensor(level.optimizer.iterations) != number
     level.steps.append(step)
-    del level.steps[:-most]
 
 
 def made_steps(level: Derivatives, name: str) -> list[Step]:
@@ -133,6 +168,33 @@ def check(level: Derivatives, name: str) -> None:
         )
 
 
+def values_at(level: Derivatives, step: Step) -> Values:
+    """By `id`, the values that variables had in a step and may not have now."""
+    variables = [*level.variables, *level.below]
+    values = [*step.values, *step.below]
+    return dict(zip(map(id, variables), values, strict=True))
+
+
+def remade(
+    level: Derivatives, step: Step, values: Tensors, slots: Tensors
+) -> Step:
+    """A step from the state that it had, with its gradients again."""
+    step = dataclasses.replace(step, values=values, slots=slots)
+    with level.replayed(step.batch, step.state), level.scaled(step.scale):
+        gradients = level.gradient(step.batch, at=values_at(level, step))
+    return dataclasses.replace(step, gradients=gradients)
+
+
+def after(level: Derivatives, step: Step) -> tuple[Tensors, Tensors]:
+    """The weights and the slots that a step leaves."""
+    clipped = _clipped(level, step)
+    values, slots = _updated(level, step, clipped, step.slots)
+    return (
+        chosen(step.made, values, step.values),
+        chosen(step.made, slots, step.slots),
+    )
+
+
 def adjoint(
     level: Derivatives, step: Step, of_weights: Tensors, of_slots: Tensors
 ) -> tuple[Tensors, Tensors, Tensors]:
@@ -142,13 +204,12 @@ def adjoint(
     ]
     with tf.GradientTape(persistent=True) as tape:
         tape.watch([step.gradients, step.values, slots])
-        clip = getattr(level.optimizer, private_keras.CLIP)
-        clipped = list(map(tf.identity, clip(level.clipped(step.gradients))))
-        after = _updated(level, step, clipped, slots)
+        clipped = list(map(tf.identity, _clipped(level, step)))
+        left = _updated(level, step, clipped, slots)
     # TensorFlow's types know of no structures.
     gradient: Any = tape.gradient
     of_clipped, *rest = gradient(
-        after,
+        left,
         [clipped, step.values, slots],
         output_gradients=(of_weights, of_slots),
         unconnected_gradients=tf.UnconnectedGradients.ZERO,
@@ -164,6 +225,11 @@ def chosen(condition, these: Tensors, those: Tensors) -> Tensors:
     return [
         tf.where(condition, a, b) for a, b in zip(these, those, strict=True)
     ]
+
+
+def _clipped(level: Derivatives, step: Step) -> Tensors:
+    clip = getattr(level.optimizer, private_keras.CLIP)
+    return clip(level.clipped(step.gradients))
 
 
 def _own(optimizer) -> tuple[list, list]:

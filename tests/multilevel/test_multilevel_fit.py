@@ -178,7 +178,7 @@ def test_the_summary_measures_unrolled_steps_in_the_middle_of_a_training():
     callback = keras.callbacks.LambdaCallback(on_train_batch_end=summary)
     weights, history = train(case=case, epochs=1, callbacks=[callback])
 
-    assert "B  Unrolled(steps=None)" in lines[0]
+    assert "B  Unrolled(steps=None, budget=None)" in lines[0]
     assert history == logs
     for one, other in zip(weights, expected, strict=True):
         np.testing.assert_array_equal(one, other)

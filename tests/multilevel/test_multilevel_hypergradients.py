@@ -337,9 +337,9 @@ def through_a_step(hypergradient, optimizer, gradient, made=False):
     batch = tf.constant(case.x), tf.constant(case.y)
     gradients = [tf.fill([Ridge.size], np.float64(gradient))]
 
-    step = updates.noted(case.level, batch, [], gradients)
+    step = updates.noted(case.level, batch, [], None, gradients, (True, True))
     optimizer.iterations.assign_add(int(made))
-    updates.finish(case.level, step, 1)
+    updates.finish(case.level, step)
     return case.found(hypergradient)
 
 

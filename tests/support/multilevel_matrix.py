@@ -165,7 +165,9 @@ class Case:
         def run(vector, batch):
             gradients = [tf.zeros_like(v) for v in vector]
             state = [tf.convert_to_tensor(v) for v in self.level.state]
-            step = updates.noted(self.level, batch, state, gradients)
+            step = updates.noted(
+                self.level, batch, state, None, gradients, (True, True)
+            )
             self.level.steps.append(step)
             results = {
                 name: hypergradient(vector, self.level, batch, self.others)
