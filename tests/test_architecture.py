@@ -41,11 +41,12 @@ ROOMS = (
 RANK = {name: rank for rank, name in enumerate(ROOMS)}
 
 MAX_TOP_FILES = 9
-MAX_MODULES = 152
+MAX_MODULES = 153
 MAX_FILE_LINES = 400
 # A budget makes every addition ask what it is worth, and whether something
 # can go. Raise it in the change that needs it, and say why there.
-MAX_TOTAL_LINES = 32182
+# The last one: unrolled steps within a budget (multilevel/rewinding.py).
+MAX_TOTAL_LINES = 32425
 
 FRAMEWORKS = {"tensorflow", "keras"}
 # What is private in them is imported, and touched, by these alone.
