@@ -186,7 +186,10 @@ def coefficients_of(
         losses = tf.ensure_shape(losses, tokens.shape[:-1])
         tape.watch(losses)
         reduced = reduce(losses)
-    return tf.convert_to_tensor(tape.gradient(reduced, losses))
+    # A group of losses that is left out of a pass has none.
+    zero = tf.UnconnectedGradients.ZERO
+    gradient = tape.gradient(reduced, losses, unconnected_gradients=zero)
+    return tf.convert_to_tensor(gradient)
 
 
 @dataclasses.dataclass

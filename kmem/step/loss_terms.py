@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from kmem.base import patching
 from kmem.base.private_keras import loss as keras_loss
+from kmem.step.capture import has_default_step
 
 ROWS = "rows"
 SUM = "sum"
@@ -122,16 +123,12 @@ class Loss:
     def of(
         cls,
         model,
-        train_step,
         terms: LossTerms,
         compares: dict[str, bool | None],
     ) -> "Loss":
         """What a step showed; `compares` is what `comparing.looking` found."""
-        plain = keras.Model
-        is_default = (
-            getattr(train_step, "__func__", None) is plain.train_step
-            and type(model).compute_loss is plain.compute_loss
-        )
+        # A step that recomputes is Keras's own, too.
+        is_default = has_default_step(model, "compute_loss")
         num_regularizers = sum(
             getattr(variable, "regularizer", None) is not None
             for variable in model.trainable_variables

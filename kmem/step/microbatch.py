@@ -290,7 +290,7 @@ class GradientStep:
             pairs = zip(update.variables, update.gradients or [], strict=False)
             in_rows = (v for v, g in pairs if isinstance(g, tf.IndexedSlices))
             self._in_rows = set(map(id, in_rows))
-            self._loss = Loss.of(model, self._train_step, terms, compares)
+            self._loss = Loss.of(model, terms, compares)
             self._state = metrics.LayerState(model, scope, data)
         self._spec = batches.specs_of(data)
         counted = [terms.denominators[group] for group in self._loss.counted]
