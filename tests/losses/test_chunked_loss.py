@@ -542,3 +542,17 @@ def test_what_cannot_be_chunked_is_refused_before_training(message):
 
     for got, want in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("remat", [None, "auto"])
+def test_groups_of_batches_may_count_masked_tokens_and_rows(remat):
+    def results(**options):
+        model = language_model(mask_zero=True)
+        # It counts by rows, and the loss by tokens that are not masked.
+        model.layers[-2].activity_regularizer = keras.regularizers.L2(0.1)
+        without = {"metrics": None}
+        return trained(
+            model, without, {}, gradient_accumulation_steps=2, **options
+        )
+
+    assert_same(results(chunked_loss=True, remat=remat), results())

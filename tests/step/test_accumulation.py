@@ -8,6 +8,7 @@ import cases
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from reference import relative_error
 from reference import state
 from reference import train
@@ -109,3 +110,48 @@ def test_accumulating_twice_is_refused():
 
     with pytest.raises(ValueError, match="by kmem or by the optimizer"):
         kmem.wrap(model).fit(**arguments | GROUPED, verbose=0)
+
+
+class Counted(keras.losses.Loss):
+    """A mean of squares that notes how often it is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def call(self, y_true, y_pred):
+        with tf.control_dependencies([tf.py_function(self._note, [], [])]):
+            return keras.ops.mean(keras.ops.square(y_pred - y_true), axis=-1)
+
+    def _note(self):
+        self.count += 1
+
+
+def test_recomputation_takes_no_further_pass_for_a_masked_loss():
+    ids = np.arange(40).reshape(8, 5) % 9
+    ids[:, 3:] = 0
+
+    def num_passes(**options):
+        inputs = keras.Input((5,), dtype="int32")
+        x = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
+        x = keras.layers.Dense(8, "tanh")(x)
+        model = kmem.wrap(keras.Model(inputs, keras.layers.Dense(1)(x)))
+        loss = Counted()
+        model.compile("sgd", loss)
+        # Not those of the search for a plan.
+        callback = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: vars(loss).update(count=0)
+        )
+        model.fit(
+            ids,
+            np.ones((8, 5, 1)),
+            batch_size=2,
+            epochs=2,
+            gradient_accumulation_steps=2,
+            callbacks=[callback],
+            verbose=0,
+            **options,
+        )
+        return loss.count
+
+    assert num_passes(remat="auto") == num_passes()
