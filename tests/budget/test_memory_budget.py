@@ -1,6 +1,7 @@
 """`memory_budget`: options are chosen with which the step fits, and it is
 undone if it does not fit after all."""
 
+import functools
 import gc
 
 import failing
@@ -562,18 +563,30 @@ class _Evaluates(keras.callbacks.Callback):
         self.loss = self.model.evaluate(*_data(), _ROWS, verbose=0)
 
 
+def _evaluated(*callbacks, **options):
+    evaluates = _Evaluates()
+    _fit(_model(), [*callbacks, evaluates], **options)
+    return evaluates.loss
+
+
+@functools.cache
+def _evaluated_plainly():
+    return _evaluated()
+
+
+@functools.cache
+def _evaluated_with_a_callback_that_chooses():
+    return _evaluated(kmem.callbacks.MemoryOptions(memory_budget="2GB"))
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"sharding": kmem.Sharding(cpu_offload=True)}]
 )
 def test_a_callback_may_evaluate_before_the_first_batch(options):
-    plain, given, added = (_Evaluates() for _ in range(3))
-    _fit(_model(), [plain])
+    given = _evaluated(memory_budget="2GB", **options)
 
-    _fit(_model(), [given], memory_budget="2GB", **options)
-    chosen = kmem.callbacks.MemoryOptions(memory_budget="2GB")
-    _fit(_model(), [chosen, added])
-
-    assert given.loss == added.loss == plain.loss
+    added = _evaluated_with_a_callback_that_chooses()
+    assert given == added == _evaluated_plainly()
 
 
 class _Before(keras.callbacks.Callback):

@@ -5,6 +5,7 @@ solver would choose is only some of them.
 """
 
 import dataclasses
+import functools
 
 import keras
 import numpy as np
@@ -250,7 +251,9 @@ def test_an_operation_is_merged_with_its_gradient_as_in_plain_keras(
         return {"remat": dataclasses.replace(plan, segments=segments)}
 
     got = _with_blocks(function, planned)
-    for value, expected in zip(got, _with_blocks(function), strict=True):
+    for value, expected in zip(
+        got, _plainly_with_blocks(function), strict=True
+    ):
         np.testing.assert_array_equal(value, expected)
 
 
@@ -272,6 +275,9 @@ def _with_blocks(function, options=lambda *arguments: {}):
     return [v.numpy() for v in model.variables]
 
 
+_plainly_with_blocks = functools.cache(_with_blocks)
+
+
 @pytest.mark.usefixtures("native_library")
 def test_what_fits_as_it_is_trains_as_plain_keras_to_the_bit():
     """The search traces a step for batches of any size, which rounds
@@ -280,12 +286,12 @@ def test_what_fits_as_it_is_trains_as_plain_keras_to_the_bit():
 
     got = _with_blocks(keras.ops.gelu, lambda *arguments: budget)
 
-    expected = _with_blocks(keras.ops.gelu)
+    expected = _plainly_with_blocks(keras.ops.gelu)
     for value, other in zip(got, expected, strict=True):
         np.testing.assert_array_equal(value, other)
 
 
-def _trained(build, seed: int | None, jit_compile=False, hosted=False):
+def _trained(build, seed: int | None = None, jit_compile=False, hosted=False):
     """Everything that training changes, and the loss of each step."""
     model, x, y = _made(build, jit_compile)
     options = {}
@@ -308,6 +314,9 @@ def _trained(build, seed: int | None, jit_compile=False, hosted=False):
     return [*losses.found, *(v.numpy() for v in variables)]
 
 
+_plain = functools.cache(_trained)
+
+
 class _Losses(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
@@ -322,7 +331,7 @@ class _Losses(keras.callbacks.Callback):
     "build, seed", _PLANS, ids=lambda value: getattr(value, "__name__", None)
 )
 def test_any_plan_trains_as_plain_keras_to_the_bit(build, seed):
-    plain = _trained(build, None)
+    plain = _plain(build)
     planned = _trained(build, seed)
     for got, expected in zip(planned, plain, strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -333,7 +342,7 @@ def test_any_plan_trains_as_plain_keras_to_the_bit(build, seed):
     "build, seed", _PLANS, ids=lambda value: getattr(value, "__name__", None)
 )
 def test_what_waits_on_the_host_comes_back_to_the_bit(build, seed):
-    plain = _trained(build, None)
+    plain = _plain(build)
     planned = _trained(build, seed + 1, hosted=True)
     for got, expected in zip(planned, plain, strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -342,7 +351,7 @@ def test_what_waits_on_the_host_comes_back_to_the_bit(build, seed):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:XLA compiled something")
 def test_a_plan_in_xla_trains_as_plain_keras_up_to_rounding():
-    plain = _trained(residual_net, None, jit_compile=True)
+    plain = _plain(residual_net, jit_compile=True)
     planned = _trained(residual_net, 0, jit_compile=True)
     for got, expected in zip(planned, plain, strict=True):
         np.testing.assert_allclose(

@@ -1,5 +1,6 @@
 """A `train_step` of one's own is right in parts, or refused."""
 
+import functools
 import gc
 
 import keras
@@ -106,6 +107,10 @@ def weights(change, options=None, scales=False, **compile_with):
     return model.get_weights()
 
 
+# What Keras alone makes of it.
+plain_weights = functools.cache(weights)
+
+
 @pytest.mark.parametrize(
     "change",
     [by_global_norm, by_norm, sign, noise, drawn_factor]
@@ -137,7 +142,7 @@ def test_groups_of_batches_and_a_scaled_loss_refuse_it_too(options):
 @pytest.mark.parametrize("scales", [False, True])
 def test_multiples_are_those_of_the_batch(change, scales):
     got = weights(change, {"microbatches": 2}, scales)
-    want = weights(change, scales=scales)
+    want = plain_weights(change, scales=scales)
 
     for some, others in zip(got, want, strict=True):
         np.testing.assert_allclose(some, others, rtol=2e-6, atol=1e-7)
@@ -150,21 +155,22 @@ def test_a_process_that_is_alone_changes_its_gradients_as_it_likes(
 ):
     got = weights(change, {"sharding": option})
 
-    for some, others in zip(got, weights(change), strict=True):
+    for some, others in zip(got, plain_weights(change), strict=True):
         np.testing.assert_allclose(some, others, rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("options", [{"microbatches": 1}, {"remat": "auto"}])
 def test_a_batch_that_is_whole_is_as_in_keras(options):
-    got, want = weights(by_global_norm, options), weights(by_global_norm)
+    got = weights(by_global_norm, options)
 
+    want = plain_weights(by_global_norm)
     for some, others in zip(got, want, strict=True):
         np.testing.assert_array_equal(some, others)
 
 
 def test_an_eager_step_hands_its_gradients_on_as_they_are():
     options = {"microbatches": 2}
-    want = weights(as_they_are)
+    want = plain_weights(as_they_are)
     for some, others in zip(
         weights(as_they_are, options, run_eagerly=True), want, strict=True
     ):
@@ -177,7 +183,7 @@ def test_an_eager_step_hands_its_gradients_on_as_they_are():
 def test_a_loss_that_is_not_scaled_is_refused_in_float16():
     options = {"mixed_precision": "float16"}
     got = weights(as_they_are, options, scales=True)
-    for some, others in zip(got, weights(as_they_are), strict=True):
+    for some, others in zip(got, plain_weights(as_they_are), strict=True):
         np.testing.assert_allclose(some, others, rtol=0, atol=2e-3)
 
     with pytest.raises(ValueError, match=r"optimizer\.scale_loss\(loss\)"):
@@ -203,28 +209,33 @@ def trained(model, budget_bytes, rows=1024):
     return model.get_weights()
 
 
-def share_of_peak(make, share, rows=1024):
-    """A budget for so much of what a plain step takes beside what is held."""
+def trained_plainly(model, rows=1024):
+    """The weights, and what a step takes beside what is held."""
     gc.collect()
     with kmem.memory.track("CPU") as usage:
-        trained(make(), None, rows)
-    needed = usage.peak_bytes - usage.start_bytes
-    return usage.start_bytes + int(share * needed)
+        weights = trained(model, None, rows)
+    return weights, usage.peak_bytes - usage.start_bytes
+
+
+def budget_of(num_bytes):
+    """One for so much beside what is held."""
+    gc.collect()
+    return kmem.memory.current("CPU") + int(num_bytes)
 
 
 def test_a_step_that_clips_is_recomputed_and_not_split():
     def make():
         return deep("mse", by_global_norm)
 
-    want, budget_bytes = trained(make(), None), share_of_peak(make, 0.75)
+    want, needed = trained_plainly(make())
     model = make()
-    got = trained(model, budget_bytes)
+    got = trained(model, budget_of(0.75 * needed))
 
     assert model.memory_report.chosen.options.num_parts == 1
     for some, others in zip(got, want, strict=True):
         np.testing.assert_allclose(some, others, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="`memory_budget` must be at least"):
-        trained(make(), share_of_peak(make, 0.1))
+        trained(make(), budget_of(0.1 * needed))
 
 
 def contrastive(y, outputs):
@@ -239,16 +250,16 @@ def test_a_loss_that_may_compare_examples_is_split_last_and_then_said():
         # Its layers take most, not its scores: so recomputation saves a lot.
         return deep(contrastive, depth=16)
 
-    want = trained(make(), None, rows=512)
+    want, needed = trained_plainly(make(), rows=512)
     model = make()
-    got = trained(model, share_of_peak(make, 0.8, rows=512), rows=512)
+    got = trained(model, budget_of(0.8 * needed), rows=512)
 
     assert model.memory_report.chosen.options.num_parts == 1
     for some, others in zip(got, want, strict=True):
         np.testing.assert_allclose(some, others, rtol=1e-5, atol=1e-6)
     model = make()
     with pytest.warns(UserWarning, match="One that compares the examples"):
-        trained(model, share_of_peak(make, 0.33, rows=512), rows=512)
+        trained(model, budget_of(0.33 * needed), rows=512)
     assert model.memory_report.chosen.options.num_parts > 1
 
 
@@ -284,6 +295,9 @@ def trained_teacher(kind, run_eagerly=False, **options):
     return [*model.get_weights(), *np.array([*history.history.values()])]
 
 
+plain_teacher = functools.cache(trained_teacher)
+
+
 @pytest.mark.parametrize("kind", [Teacher, Reporting])
 @pytest.mark.parametrize(
     "options",
@@ -299,7 +313,7 @@ def test_weights_that_a_step_reads_after_its_update_are_refused(kind, options):
 @pytest.mark.parametrize("kind", [Teacher, Reporting])
 @pytest.mark.parametrize("options", [{"remat": "auto"}, {"memory_budget": 1.0}])
 def test_a_step_that_is_left_whole_reads_its_new_weights(kind, options):
-    want, got = trained_teacher(kind), trained_teacher(kind, **options)
+    want, got = plain_teacher(kind), trained_teacher(kind, **options)
 
     for some, others in zip(got, want, strict=True):
         np.testing.assert_array_equal(some, others)

@@ -72,7 +72,7 @@ def test_a_weight_that_decays_is_not_copied():
 
     def peak(weight_decay):
         keras.utils.set_random_seed(0)
-        block = [layers.Dense(WIDTH, "relu") for _ in range(12)]
+        block = [layers.Dense(WIDTH, "relu") for _ in range(6)]
         last = [layers.LSTM(8), layers.Dense(1)]
         model = keras.Sequential([keras.Input((4, WIDTH)), *block, *last])
         optimizer = keras.optimizers.Adam(weight_decay=weight_decay)

@@ -40,7 +40,6 @@ def dense(**arguments):
         [
             keras.Input((5,)),
             layers.Dense(7, "tanh"),
-            layers.Dense(6, "relu"),
             layers.Dense(3),
         ]
     )

@@ -227,7 +227,7 @@ def early_stopping(trainer):
     stop = keras.callbacks.EarlyStopping(
         "val_loss", patience=1, restore_best_weights=True
     )
-    model = dense(optimizer=keras.optimizers.SGD(0.9))
+    model = dense(optimizer=keras.optimizers.SGD(1.2))
     data = (x[:9] * 3, y[:9])
     trainer.fit(model, x, y, validation_data=data, callbacks=stop, epochs=5)
     return model
