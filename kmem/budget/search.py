@@ -105,7 +105,7 @@ class Search:
             self._differing(allowed, counts)
         for options in allowed:
             if self.best is None:
-                self._smallest(options, counts[-1])
+                self._smallest(options, self._leanest(options, counts))
         if self.best and self.best.options.num_parts > 1:
             self._check_loss(self.best.options, differing)
 
@@ -197,6 +197,17 @@ class Search:
                 self._keep(planned)
                 break
         self.tried += expected
+
+    def _leanest(self, options: MemoryOptions, counts: list[int]) -> int:
+        """The most micro-batches or the fewest, whichever can do with less: a
+        whole batch has more activations, and no second sum of gradients."""
+
+        def least_bytes(count: int) -> float:
+            with contextlib.suppress(*NOT_DRAWN):
+                return self._menu.chooser(options, count).smallest.peak_bytes
+            return math.inf
+
+        return min(counts[-1], counts[0], key=least_bytes)
 
     def _smallest(self, options: MemoryOptions, count: int) -> None:
         """Tries what needs the least: an error tells of it if nothing fits."""

@@ -480,6 +480,34 @@ def test_the_smallest_budget_that_an_error_names_is_enough():
     assert not report.events
 
 
+def _of_weights():
+    """A model that needs more for a sum of gradients than for activations."""
+    inputs = keras.Input((16,))
+    x = layers.Dense(256, "tanh")(inputs)
+    for _ in range(3):
+        x = layers.Dense(256, "tanh")(x)
+    model = kmem.wrap(keras.Model(inputs, layers.Dense(1)(x)))
+    model.compile("sgd", "mse")
+    return model, (np.ones((16, 16), "float32"), np.ones((16, 1), "float32"))
+
+
+def test_a_model_of_weights_recomputes_a_whole_batch():
+    """Micro-batches need more than that: a second sum of gradients."""
+    model, data = _of_weights()
+    before = kmem.memory.current()
+    _, peaks = _fit(model, data=data)
+    needed = max(peaks) - before
+    model, data = _of_weights()
+    with pytest.raises(ValueError, match="must be at least") as refused:
+        _fit(model, data=data, memory_budget=_budget(needed, 0.5))
+    assert refused.value.options.num_parts == 1
+    budget = refused.value.smallest_bytes
+
+    _, peaks = _fit(model, data=data, memory_budget=budget)
+
+    assert max(peaks) <= budget
+
+
 def test_a_batch_that_is_on_the_device_is_counted_once():
     # What runs beside a recurrent layer's loop depends on threads.
     model = kmem.wrap(keras.Sequential([layers.Dense(16), layers.Dense(3)]))
