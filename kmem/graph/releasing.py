@@ -60,6 +60,11 @@ def zeros(shape, dtype) -> tf.Tensor:
     return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=True)
 
 
+def zeros_like(values: list) -> list[tf.Tensor]:
+    """`zeros` of the shapes and dtypes of tensors or variables."""
+    return [zeros(value.shape, value.dtype) for value in values]
+
+
 def _custom_gradients(graph) -> Iterator[str]:
     """The names of a graph's own. A function that it calls keeps its: others
     may call it as well."""

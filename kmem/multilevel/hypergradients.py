@@ -22,7 +22,7 @@ from kmem.base.checks import positive
 from kmem.base.checks import positive_int
 from kmem.base.sizes import format_size
 from kmem.base.sizes import parse_size
-from kmem.graph.releasing import zeros
+from kmem.graph.releasing import zeros_like
 from kmem.multilevel import rewinding
 from kmem.multilevel import updates
 from kmem.multilevel.derivatives import Derivatives
@@ -135,7 +135,7 @@ class SAMA(FiniteDifference):
     ) -> Tensors:
         """Takes a gradient through a level; see `Identity`."""
         *_, step = updates.made_steps(level, "SAMA")
-        none = [zeros(slot.shape, slot.dtype) for slot in step.slots]
+        none = zeros_like(step.slots)
         of_gradient, *_ = updates.adjoint(level, step, vector, none)
         # Without a step, or with one of no length, nothing passes.
         rate = tf.where(step.made, updates.learning_rate(level, step), 0.0)
@@ -219,8 +219,8 @@ class Unrolled:
         """
         steps = updates.made_steps(level, "Unrolled")
         of_weights = list(vector)
-        of_slots = [zeros(s.shape, s.dtype) for s in steps[0].slots]
-        of_others = [zeros(v.shape, v.dtype) for v in wrt]
+        of_slots = zeros_like(steps[0].slots)
+        of_others = zeros_like(wrt)
         num_own = len(level.variables)
         num_waiting = self.num_waiting(level, len(steps))
         for step in rewinding.rewound(level, steps, num_waiting, of_weights):

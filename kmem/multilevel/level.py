@@ -196,9 +196,9 @@ class Level(Derivatives):
     def keeps(self, number: int) -> tuple[bool, bool]:
         """Whether the state and the gradients of a step are kept, of those
         that its hypergradient wants to know the one of this number."""
-        if not isinstance(self.hypergradient, Unrolled):
-            return True, True
-        num_waiting = self.hypergradient.num_waiting(self, self.kept_steps)
+        num_waiting = None
+        if isinstance(self.hypergradient, Unrolled):
+            num_waiting = self.hypergradient.num_waiting(self, self.kept_steps)
         if num_waiting is None:
             return True, True
         return number in rewinding.kept(self.kept_steps, num_waiting), False

@@ -64,20 +64,17 @@ def rewound(
     while ranges:
         first, last, num_waiting = ranges.pop()
         if last < len(steps):
-            steps[last].forget()
+            steps[last].values = steps[last].slots = []
         if last - first == 1:
-            yield _with_gradients(level, steps[first], arrived)
+            step = steps[first]
+            values, _ = control.after(arrived, step.values, [])
+            yield updates.remade(level, step, values, step.slots)
             continue
         middle = first + split(last - first, num_waiting)
         if not steps[middle].values:
             _make_again(level, steps[first : middle + 1], arrived)
         ranges.append((first, middle, num_waiting))
         ranges.append((middle, last, num_waiting - 1))
-
-
-def _with_gradients(level: Derivatives, step: Step, gradients: Tensors) -> Step:
-    values, _ = control.after(gradients, step.values, [])
-    return updates.remade(level, step, values, step.slots)
 
 
 def _make_again(

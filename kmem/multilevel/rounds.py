@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import keras
 import tensorflow as tf
-from keras.optimizers import LossScaleOptimizer
 
+from kmem import precision
 from kmem.base.patching import together
 from kmem.graph import ordering
 from kmem.multilevel import updates
@@ -254,7 +254,5 @@ class Round:
 
 def _scale(optimizer) -> Any:
     """What an optimizer divides gradients by, if by anything."""
-    scales = isinstance(optimizer, LossScaleOptimizer)
-    if not scales and optimizer.loss_scale_factor is None:
-        return None
-    return optimizer.scale_loss(tf.ones([]))
+    scales = precision.scales_loss(optimizer)
+    return optimizer.scale_loss(tf.ones([])) if scales else None

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from kmem.base import checks
-from kmem.graph.releasing import zeros
+from kmem.graph.releasing import zeros_like
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
 from kmem.multilevel.loss import assign
@@ -176,7 +176,7 @@ class ConjugateGradient(_Krylov):
             return (square > enough) & is_positive
 
         start = dot(right, right), tf.constant(True)
-        state = (_zeros(right), right, right, *start)
+        state = (zeros_like(right), right, right, *start)
         found = _repeated(self.iterations, improve, goes_on, state)
         return found[0], tf.sqrt(found[3])
 
@@ -232,7 +232,7 @@ class MinimalResidual(_Krylov):
             return (numbers[4] > self.tolerance * norm) & (numbers[1] > 0)
 
         beta = tf.sqrt(dot(right, right))
-        none = _zeros(right)
+        none = zeros_like(right)
         numbers = (zero, beta, zero, zero, beta, zero - 1, zero)
         state = (none, none, none, none, right, numbers)
         found = _repeated(self.iterations, improve, goes_on, state)
@@ -273,10 +273,6 @@ def _repeated(
 def dot(a: Tensors, b: Tensors) -> tf.Tensor:
     """The inner product of two lists of tensors."""
     return tf.add_n([tf.reduce_sum(x * y) for x, y in zip(a, b, strict=True)])
-
-
-def _zeros(tensors: Tensors) -> Tensors:
-    return [zeros(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def add(a: Tensors, b: Tensors, factor: Any = 1) -> Tensors:

@@ -16,7 +16,6 @@ from typing import Literal
 
 import keras
 import numpy as np
-from keras.optimizers import LossScaleOptimizer
 
 from kmem import precision
 from kmem.base.checks import must_be
@@ -268,9 +267,7 @@ def _fresh(level: Level) -> list[tuple[Any, Any]]:
     new = type(optimizer).from_config(optimizer.get_config())
     new.build(level.variables)
     pairs = zip(optimizer.variables, new.variables, strict=True)
-    values = [
-        (v, first.numpy()) for v, first in pairs if v.name != "learning_rate"
-    ]
+    values = [(v, n.numpy()) for v, n in pairs if v.name != "learning_rate"]
     return [
         (v, first.flat[0] if first.size and np.ptp(first) == 0 else first)
         for v, first in values
@@ -319,7 +316,6 @@ def _optimizer(level: Level, on_path: list[Level]):
         updates.check(level, type(level.hypergradient).__name__)
     options = [each.options.mixed_precision for each in on_path]
     half = [o for o in options if o is not None and o.dtype == "float16"]
-    own_scale = isinstance(optimizer, LossScaleOptimizer)
-    if not half or own_scale or optimizer.loss_scale_factor is not None:
+    if not half or precision.scales_loss(optimizer):
         return optimizer
     return precision.around(optimizer, level.variables, half[0])

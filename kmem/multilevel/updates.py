@@ -54,10 +54,6 @@ class Step:
     slots: Tensors
     made: Any = True
 
-    def forget(self) -> None:
-        """Lets go of its state."""
-        self.values, self.slots = [], []
-
 
 def noted(
     level: Derivatives,

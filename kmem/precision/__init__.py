@@ -11,5 +11,6 @@ from kmem.precision.loss_scale import none_remembered as none_remembered
 from kmem.precision.loss_scale import recall_scale as recall_scale
 from kmem.precision.loss_scale import remember_scale as remember_scale
 from kmem.precision.loss_scale import scale_of as scale_of
+from kmem.precision.loss_scale import scales_loss as scales_loss
 from kmem.precision.loss_scale import set_scale as set_scale
 from kmem.precision.policies import applied as applied

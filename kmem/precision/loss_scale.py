@@ -42,13 +42,7 @@ def loss_scaled(model: keras.Model, option: MixedPrecision):
             optimizer does so itself.
     """
     inner = model.optimizer
-    if (
-        option.dtype != "float16"
-        or inner is None
-        or isinstance(inner, keras.optimizers.LossScaleOptimizer)
-        # The user's own, static scale. Keras's wrapper would erase it.
-        or inner.loss_scale_factor is not None
-    ):
+    if option.dtype != "float16" or inner is None or scales_loss(inner):
         return inner
     # Lifted out of a graph that may be in the making: the variables must
     # outlive it.
@@ -57,6 +51,12 @@ def loss_scaled(model: keras.Model, option: MixedPrecision):
         wrapper = around(inner, variables, option)
     recall_scale(wrapper)
     return wrapper
+
+
+def scales_loss(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether it does by itself; Keras's wrapper would erase a static scale."""
+    is_wrapper = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return is_wrapper or optimizer.loss_scale_factor is not None
 
 
 def around(

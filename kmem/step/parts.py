@@ -110,9 +110,7 @@ class Parts:
                 if not adds:
                     return results
                 with graph.as_default():
-                    totals[:] = [
-                        releasing.zeros(t.shape, t.dtype) for t in results
-                    ]
+                    totals[:] = releasing.zeros_like(results)
                 sums = _added_in_order(totals, results, order())
                 ordering.keep_order()
                 return sums
