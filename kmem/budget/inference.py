@@ -37,10 +37,10 @@ from kmem.budget.report import Choice
 from kmem.budget.report import ImpossibleBudget
 from kmem.budget.report import exhausted
 from kmem.budget.report import received_budget
+from kmem.budget.trial import with_count
 from kmem.fit import pipeline
 from kmem.fit import undoing
 from kmem.options import MemoryOptions
-from kmem.options import MicroBatches
 from kmem.step import batches
 
 _INFERENCES = "_kmem_inferences"
@@ -300,8 +300,7 @@ class BudgetedInference:
     def _impossible(
         self, count: int, peak: float | None, others: int, reason: str = ""
     ) -> ImpossibleBudget:
-        parts = MicroBatches(count) if count > 1 else None
-        options = MemoryOptions(microbatches=parts)
+        options = with_count(MemoryOptions(), count)
         least = None if peak is None else Choice(options, int(peak), 0.0)
         return ImpossibleBudget(
             *(self._given, self._budget, least, others), reason=reason

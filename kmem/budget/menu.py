@@ -15,11 +15,12 @@ from kmem.budget.report import Choice
 from kmem.budget.report import describe
 from kmem.budget.trial import Drawing
 from kmem.budget.trial import Trial
+from kmem.budget.trial import enough_parts
 from kmem.budget.trial import model_key
+from kmem.budget.trial import with_count
 from kmem.graph import control
 from kmem.keras_graph import profiling
 from kmem.options import MemoryOptions
-from kmem.options import MicroBatches
 from kmem.options import Remat
 from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.choosing import Chooser
@@ -76,7 +77,7 @@ class Menu:
         if (replicas := strategy.num_replicas_in_sync) > 1:
             on_cpu = "CPU" in strategy.extended.worker_devices[0]
             self._sharing = replicas if on_cpu else 1
-        # By options with one or two micro-batches: steps without a plan, and
+        # By options with few micro-batches: steps without a plan, and
         # what a plan's step needs beyond what was expected, for each example.
         self._trials: dict[MemoryOptions, Trial] = {}
         self._learned: dict[MemoryOptions, float] = {}
@@ -105,14 +106,14 @@ class Menu:
 
     def trial(self, options: MemoryOptions) -> Trial:
         """Steps without a plan, in micro-batches of any size."""
-        given = _key(options, options.num_parts)
+        given = self._key(options, options.num_parts)
         if given not in self._trials:
             self.say(options)
             self._trials[given] = self.trial_of(given, None)
         return self._trials[given]
 
     def _drawing(self, options: MemoryOptions) -> Drawing:
-        given = _key(options, 1)
+        given = self._key(options, 1)
         if given not in self._drawings:
             self._drawings[given] = Drawing(
                 *(self.model, self.batch, given, self.room, self._verbose)
@@ -180,35 +181,35 @@ class Menu:
     def drawn(self, options: MemoryOptions, count: int) -> Choice | None:
         """What the best plan for so many micro-batches is expected to take;
         `None` if there is none."""
-        try:
-            point = self.point(options, count)
-        except NOT_DRAWN:
-            return None
+        point = self.point(options, count)
         if point is None:
             return None
-        given = with_count(options, count)
-        given = dataclasses.replace(given, remat=self.remat)
+        given = with_count(
+            dataclasses.replace(options, remat=self.remat), count
+        )
         peak = self.in_use + self._sharing * point.peak_bytes
         peak += self._more_bytes(options, count)
         return Choice(given, peak, self._pace * count * point.seconds)
 
     def point(self, options: MemoryOptions, count: int) -> Point | None:
         """The fastest plan that is expected to fit; the smallest if that is
-        nearly so."""
-        chooser = self.chooser(options, count)
+        nearly so; `None` if there is none."""
         # One that needs a little more than expected is traced in vain.
         room = int((1 - tuning.MARGIN) * self.room)
         room = (room - self._more_bytes(options, count)) // self._sharing
         try:
-            return chooser.within(room)
+            return self.chooser(options, count).within(room)
         except InfeasibleBudget as error:
             nearly = error.smallest_bytes - room
             doubt = tuning.DOUBT * self.room / self._sharing
-            return chooser.smallest if nearly <= doubt else None
+            smallest = self.chooser(options, count).smallest
+            return smallest if nearly <= doubt else None
+        except NOT_DRAWN:
+            return None
 
     def _more_bytes(self, options: MemoryOptions, count: int) -> int:
         """What a planned step is expected to need beyond what is drawn."""
-        learned = self._learned.get(_key(options, count), 0)
+        learned = self._learned.get(self._key(options, count), 0)
         return int(learned * self.size(options, count))
 
     def learn(
@@ -224,7 +225,13 @@ class Menu:
             self._pace = choice.predicted_seconds / (count * point.seconds)
         more = own - self._sharing * point.peak_bytes
         more /= self.size(options, count)
-        self._learned[_key(options, count)] = more
+        self._learned[self._key(options, count)] = more
+
+    def _key(self, options: MemoryOptions, count: int) -> MemoryOptions:
+        """What options share that differ in the number of micro-batches, and
+        in what is recomputed."""
+        few = min(count, enough_parts(self.model, options))
+        return dataclasses.replace(with_count(options, few), remat=None)
 
     def say(self, options: MemoryOptions, again: bool = False) -> None:
         """Shows what is tried, or again as it was chosen before."""
@@ -233,19 +240,6 @@ class Menu:
             number = f"{self._num_trials} of at most {self.most_trials}"
             which = "what it chose" if again else number
             print(f"memory_budget tries {which}: {describe(options)}")
-
-
-def with_count(options: MemoryOptions, count: int) -> MemoryOptions:
-    """The options, with so many micro-batches."""
-    microbatches = MicroBatches(count) if count > 1 else None
-    return dataclasses.replace(options, microbatches=microbatches)
-
-
-def _key(options: MemoryOptions, count: int) -> MemoryOptions:
-    """What options share that differ in the number of micro-batches, and in
-    what is recomputed."""
-    given = with_count(options, min(count, 2))
-    return dataclasses.replace(given, remat=None)
 
 
 def even_counts(rows: int) -> list[int]:

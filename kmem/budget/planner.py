@@ -293,8 +293,8 @@ def network_of(
         seconds = _host_seconds(network, link, costs, mode)
         network = dataclasses.replace(network, host_seconds=seconds)
     network = _measured_by_first(agreeing.processes(options), network)
-    if options.num_parts > 1:
-        return of_parts(model, network)
+    if options.num_parts > 1 or options.num_batches > 1:
+        return adding_up(model, network, options, options.num_parts > 1)
     if not updates.are_early(model, rest):
         return network
     most = updates.early_bytes(model.trainable_variables)
@@ -306,11 +306,17 @@ def network_of(
     return dataclasses.replace(network, keeps_gradients=False, late=late)
 
 
-def of_parts(model: keras.Model, network: Network) -> Network:
-    """That of one of several micro-batches, beside the gradients' sums."""
-    sums = batches.num_bytes(model.trainable_variables)
-    network = dataclasses.replace(network, resident_bytes=sums)
-    return dataclasses.replace(network, keeps_gradients=True)
+def adding_up(
+    model: keras.Model, network: Network, options: MemoryOptions, is_split: bool
+) -> Network:
+    """That of a micro-batch, or of a batch of a group, beside the sums of
+    gradients. In a graph each is added as soon as it is there. XLA may compute
+    a gradient into the sum of micro-batches, so that one of them counts."""
+    mode = profiling.mode(model, options)
+    num_sums = (options.num_batches > 1) + (is_split and mode != "xla")
+    sums = num_sums * batches.num_bytes(model.trainable_variables)
+    keeps = {"keeps_gradients": mode != "graph", "adds_gradients": True}
+    return dataclasses.replace(network, resident_bytes=sums, **keeps)
 
 
 def _measured_by_first(group: Engine, network: Network) -> Network:

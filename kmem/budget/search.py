@@ -19,10 +19,10 @@ from kmem import memory
 from kmem.budget import tuning
 from kmem.budget.menu import NOT_DRAWN
 from kmem.budget.menu import Menu
-from kmem.budget.menu import with_count
 from kmem.budget.report import Choice
 from kmem.budget.trial import Trial
 from kmem.budget.trial import longest_in_turns
+from kmem.budget.trial import with_count
 from kmem.fit.session import Session
 from kmem.options import MemoryOptions
 from kmem.planning.flat import Point
@@ -60,14 +60,12 @@ class Search:
         session = self._ran[best][0].session
         if session is not None and session.options == best.options:
             return session
-        # Two micro-batches of it were run, or it was measured before.
+        # A few micro-batches of it were run, or it was measured before.
         return Session(self._menu.model, best.options, best.plan)
 
     def plain(self, options: MemoryOptions) -> None:
         """Tries a step without any of kmem's choices."""
-        choice = self._unplanned(options, self._menu.counts(options)[:1])
-        if choice is not None:
-            self._keep(choice)
+        self._keep(self._unplanned(options, self._menu.counts(options)[:1]))
 
     def of(self, options: MemoryOptions) -> Choice:
         """What a step without any of kmem's choices takes, or would take."""
@@ -98,9 +96,7 @@ class Search:
         for options in evicting if self.best is None else []:
             # A model may have no evictions, or leave nothing to evict.
             with contextlib.suppress(ValueError):
-                choice = self._measured(options)
-                if choice is not None and self._menu.fits(choice):
-                    self._keep(choice)
+                self._keep(self._fitting(options))
         if exact is not counts:
             self._differing(allowed, counts)
         for options in allowed:
@@ -222,9 +218,7 @@ class Search:
                 point = chooser.smallest if remat else None
             except NOT_DRAWN:
                 return
-            choice = self._measured(given, point)
-            if choice is not None and self._menu.fits(choice):
-                self._keep(choice)
+            self._keep(self._fitting(given, point))
 
     def _unplanned(
         self, options: MemoryOptions, counts: list[int]
@@ -234,16 +228,15 @@ class Search:
         for count in counts:
             given = with_count(options, count)
             if given not in ran and self._menu.may_fit(options, count):
-                choice = self._measured(given)
-                if choice is not None and self._menu.fits(choice):
+                choice = self._fitting(given)
+                if choice is not None:
                     return choice
         return None
 
-    def _measured(
+    def _fitting(
         self, options: MemoryOptions, point: Point | None = None
     ) -> Choice | None:
-        """Runs a step, and learns from it; returns what it takes if it does
-        not run out of memory."""
+        """Runs a step, and learns from it; returns what it takes if it fits."""
         if point is None:
             trial = self._menu.trial(options)
         else:
@@ -258,7 +251,7 @@ class Search:
         least = self.least.predicted_peak_bytes if self.least else math.inf
         if peak < (1 - tuning.MARGIN) * least:
             self.least = choice
-        return choice
+        return choice if self._menu.fits(choice) else None
 
     def _run(self, options: MemoryOptions, trial: Trial) -> Choice | None:
         """What a step takes; `None` if it runs out of memory."""
@@ -274,10 +267,12 @@ class Search:
         self._ran[choice] = trial, size
         return choice
 
-    def _keep(self, choice: Choice) -> bool:
-        """Keeps what fits if it is better than the best; returns whether it
-        is."""
-        if self.best is not None and not self._is_better(choice, self.best):
+    def _keep(self, choice: Choice | None) -> bool:
+        """Keeps what fits, if anything does, if it is better than the best;
+        returns whether it is."""
+        if choice is None or (
+            self.best is not None and not self._is_better(choice, self.best)
+        ):
             return False
         self.best = choice
         return True
@@ -310,8 +305,8 @@ class Search:
             if point is None or point.segments in tried:
                 break
             tried.add(point.segments)
-            choice = self._measured(options, point)
-            if choice is not None and menu.fits(choice):
+            choice = self._fitting(options, point)
+            if choice is not None:
                 if best is None or (
                     choice.predicted_seconds < best.predicted_seconds
                 ):

@@ -92,8 +92,9 @@ class Drawing:
         return self._choosers[size, is_split]
 
     def _of_parts(self, network: Network, is_split: bool) -> Network:
-        adds_up = is_split or self.options.num_batches > 1
-        return planner.of_parts(self.model, network) if adds_up else network
+        if not is_split:
+            return network
+        return planner.adding_up(self.model, network, self.options, True)
 
     @functools.cached_property
     def _traced(self) -> Network:
@@ -173,10 +174,8 @@ class Trial:
         self._model = model
         self._batch = batch
         self._num_rows = batches.num_rows(batch) or 1
-        self._parts = min(2, options.num_parts)
-        if self._parts > 1:
-            two = MicroBatches(2)
-            options = dataclasses.replace(options, microbatches=two)
+        self._parts = min(enough_parts(model, options), options.num_parts)
+        options = with_count(options, self._parts)
         if options.num_batches > 1:
             both = GradientAccumulation(2)
             options = dataclasses.replace(
@@ -260,9 +259,25 @@ class Trial:
             spec = self._spec if is_whole else any_size
             self._step = self.session.on_batch(spec)
         specs = batches.with_rows(self._batch, self.rows(size))
-        with self.session.changes.undone(specs):
-            data = batches.random_data(specs)
-            yield lambda: self._step(data)
+        try:
+            with self.session.changes.undone(specs):
+                data = batches.random_data(specs)
+                yield lambda: self._step(data)
+        finally:
+            # The sums of a group are given back, too, and are not to stay.
+            self.session.remove()
+
+
+def with_count(options: MemoryOptions, count: int) -> MemoryOptions:
+    """The options, with so many micro-batches."""
+    microbatches = MicroBatches(count) if count > 1 else None
+    return dataclasses.replace(options, microbatches=microbatches)
+
+
+def enough_parts(model: Any, options: MemoryOptions) -> int:
+    """How many micro-batches show what more of them need. For two XLA makes no
+    loop, and may do without sums of gradients."""
+    return 3 if profiling.mode(model, options) == "xla" else 2
 
 
 def longest_in_turns(*two: tuple[Trial, int]) -> float:

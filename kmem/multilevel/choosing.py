@@ -6,14 +6,12 @@ A level that fits is left as it is. Else, if its loss assigns nothing, its
 batches come in the fewest micro-batches that fit. Any other level, or one for
 which none are enough, recomputes, in micro-batches if it must. Then whole
 steps are run, and what they need beyond the budget is taken from that of the
-levels. What this module
-does not do: look for the fastest of what fits, or for what a model that
-validates needs.
+levels. What this module does not do: look for the fastest of what fits, or for
+what a model that validates needs.
 """
 
 import bisect
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -27,12 +25,12 @@ from kmem.budget import tuning
 from kmem.budget.menu import even_counts
 from kmem.budget.report import describe
 from kmem.budget.report import received_budget
+from kmem.budget.trial import with_count
 from kmem.keras_graph import profiling
 from kmem.multilevel import level_plan
 from kmem.multilevel.level import Level
 from kmem.multilevel.structure import Structure
 from kmem.options import MemoryOptions
-from kmem.options import MicroBatches
 from kmem.options import Remat
 from kmem.planning.bounds import InfeasibleBudget
 from kmem.step import batches
@@ -157,11 +155,8 @@ class Choosing:
         fitting: dict[int, tuple] = {}
 
         def fits(count: int) -> bool:
-            options = dataclasses.replace(
-                level.given_options,
-                microbatches=MicroBatches(count),
-                remat=remat,
-            )
+            options = with_count(level.given_options, count)
+            options = dataclasses.replace(options, remat=remat)
             if self._fits(level, options):
                 fitting[count] = options, level.plan
             return count in fitting
@@ -185,8 +180,7 @@ class Choosing:
     def _fits(self, level: Level, options: MemoryOptions) -> bool:
         """Whether the level's steps do under some options, which it keeps."""
         level.options = options
-        share = self._shares[level.name]
-        part = batches.part_of(share, options.num_parts)
+        part = batches.part_of(self._shares[level.name], options.num_parts)
         try:
             level.look(part, self._mode)
         except tf.errors.ResourceExhaustedError:
@@ -233,16 +227,11 @@ class Choosing:
             if level.options.num_parts > 1 and level.state:
                 # What a loss assigns is made from what it is given.
                 line += ", where one micro-batch at a time is seen by "
-                line += ", ".join(_names_of_owners(level))
+                state = {id(variable) for variable in level.state}
+                owners = (
+                    innermost(x, state, "variables") for x in level.models
+                )
+                line += ", ".join(x.name for each in owners for x in each)
             lines.append(line)
-        return (
-            f"{self._received}: steps of {format_size(peak_bytes)}; "
-            f"{'; '.join(lines)}"
-        )
-
-
-def _names_of_owners(level: Level) -> list[str]:
-    """The layers that have what the level's loss assigns."""
-    state = {id(variable) for variable in level.state}
-    owners = [innermost(model, state, "variables") for model in level.models]
-    return [layer.name for layer in itertools.chain(*owners)]
+        peak = format_size(peak_bytes)
+        return f"{self._received}: steps of {peak}; {'; '.join(lines)}"

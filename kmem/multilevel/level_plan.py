@@ -153,9 +153,8 @@ class LevelPlan:
         Raises:
             InfeasibleBudget: If no plan stays within the budget.
         """
-        in_use = 0
-        if self.has_budget and memory.is_counted():
-            in_use = memory.current()
+        is_measured = self.has_budget and memory.is_counted()
+        in_use = memory.current() if is_measured else 0
 
         def follow(plan: Plan | Point) -> dry_run.Measurement | None:
             self._segments = plan.segments

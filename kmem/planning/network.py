@@ -97,6 +97,7 @@ class Network:
         resident_bytes: Parameters, optimizer, and what else stays.
         keeps_gradients: Whether the parameters' gradients stay until the step
             ends; else each is used up by an update at once.
+        adds_gradients: Whether it is a sum that uses them up, in its place.
         late: The stages whose gradients stay even so.
         host_seconds: The time that a byte takes to host memory and back;
             `None` where no segment is `on_host`.
@@ -109,6 +110,7 @@ class Network:
     shared: tuple[tuple[int, ...], ...] = ()
     resident_bytes: int = 0
     keeps_gradients: bool = True
+    adds_gradients: bool = False
     late: frozenset[int] = frozenset()
     host_seconds: float | None = None
 
@@ -232,7 +234,7 @@ class Network:
                 outputs.append(new(stage.gradient_bytes))
                 if self.keeps_gradients or index in self.late:
                     results.add(outputs[-1])
-                else:
+                elif not self.adds_gradients:
                     # What its update computes is as large.
                     update_bytes = stage.gradient_bytes
                     workspace_bytes = max(workspace_bytes, update_bytes)

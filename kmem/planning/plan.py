@@ -26,7 +26,7 @@ from kmem.planning.network import Network
 from kmem.planning.network import Segment
 
 _FORMAT = "kmem plan"
-_VERSION = 6
+_VERSION = 7
 # No number of bytes, or of seconds, is as large as that.
 _TOO_LARGE = 2**63
 

@@ -480,32 +480,48 @@ def test_the_smallest_budget_that_an_error_names_is_enough():
     assert not report.events
 
 
-def _of_weights():
+def _of_weights(xla=False):
     """A model that needs more for a sum of gradients than for activations."""
     inputs = keras.Input((16,))
     x = layers.Dense(256, "tanh")(inputs)
     for _ in range(3):
         x = layers.Dense(256, "tanh")(x)
     model = kmem.wrap(keras.Model(inputs, layers.Dense(1)(x)))
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", jit_compile=xla)
     return model, (np.ones((16, 16), "float32"), np.ones((16, 1), "float32"))
 
 
-def test_a_model_of_weights_recomputes_a_whole_batch():
-    """Micro-batches need more than that: a second sum of gradients."""
+# Beside what is in use a group of batches has a sum of gradients, too.
+@pytest.mark.parametrize(
+    "group, share", [({}, 0.5), ({"gradient_accumulation_steps": 2}, 0.9)]
+)
+def test_a_model_of_weights_recomputes_a_whole_batch(group, share):
+    """Micro-batches need more than that: a further sum of gradients."""
     model, data = _of_weights()
     before = kmem.memory.current()
-    _, peaks = _fit(model, data=data)
+    _, peaks = _fit(model, data=data, **group)
     needed = max(peaks) - before
     model, data = _of_weights()
     with pytest.raises(ValueError, match="must be at least") as refused:
-        _fit(model, data=data, memory_budget=_budget(needed, 0.5))
+        _fit(model, data=data, memory_budget=_budget(needed, share), **group)
     assert refused.value.options.num_parts == 1
     budget = refused.value.smallest_bytes
 
-    _, peaks = _fit(model, data=data, memory_budget=budget)
+    _, peaks = _fit(model, data=data, memory_budget=budget, **group)
 
-    assert max(peaks) <= budget
+    assert max(peaks) <= budget <= 1.05 * max(peaks)
+
+
+def test_micro_batches_in_xla_are_tried_with_the_sum_of_their_gradients():
+    """XLA has no loop, and no such sum, for two of them."""
+    model, data = _of_weights(xla=True)
+    weights = sum(v.numpy().nbytes for v in model.trainable_variables)
+    budget = _budget(weights, 0.5)
+
+    with pytest.raises(ValueError, match="must be at least") as refused:
+        _fit(model, data=data, microbatches=8, memory_budget=budget)
+
+    assert refused.value.smallest_bytes > budget + weights // 2
 
 
 def test_a_batch_that_is_on_the_device_is_counted_once():

@@ -337,7 +337,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, content):
 
 def test_a_file_of_another_version_is_refused(tmp_path):
     path = saved(tmp_path, version=99)
-    with pytest.raises(ValueError, match="version 6: .* of version 99"):
+    with pytest.raises(ValueError, match="version 7: .* of version 99"):
         Plan.load(path)
 
 
