@@ -168,7 +168,9 @@ def main():
     found = []
     for seed in range(arguments.seeds):
         found.append(compare(seed, arguments.imbalance, arguments.steps))
-        print(f"{seed:4}  " + "".join(f"{value:9.3f}" for value in found[-1][0]))
+        print(
+            f"{seed:4}  " + "".join(f"{value:9.3f}" for value in found[-1][0])
+        )
     accuracies, counts, weights = map(np.array, zip(*found, strict=True))
     means = accuracies.mean(axis=0)
     print("mean  " + "".join(f"{value:9.3f}" for value in means))
