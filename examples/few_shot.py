@@ -199,17 +199,20 @@ def main():
         "MAML": learned(tasks, implicit=False),
         "implicit MAML": learned(tasks, implicit=True),
     }
+    figure, ax = plt.subplots()
     print(f"accuracy on tasks of the digits {unseen} after {STEPS} steps")
     for name, weights in starts.items():
         on_seen = {r: accuracies(weights, r, some, STEPS)[-1] for r in RATES}
         rate = max(on_seen, key=on_seen.get)
         found = accuracies(weights, rate, test, 2 * STEPS)
         print(f"  {name:13}  {found[STEPS]:.3f}  with a rate of {rate}")
-        plt.plot(found, marker="o", label=name)
-    plt.xlabel("steps in a task of digits that are new")
-    plt.ylabel("accuracy on other images of the task")
-    plt.legend(frameon=False)
-    plt.savefig("few_shot.png")
+        ax.plot(found, marker="o", label=name)
+    ax.set(
+        xlabel="steps in a task of digits that are new",
+        ylabel="accuracy on other images of the task",
+    )
+    ax.legend(frameon=False)
+    figure.savefig("few_shot.png")
 
 
 if __name__ == "__main__":

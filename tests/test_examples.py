@@ -11,14 +11,22 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 # In small, where the defaults take hours.
 ARGUMENTS = {
+    "architecture_search.py": "--search 1 --epochs 1 --others 1".split(),
     "data_reweighting.py": "--data digits --blocks 1 0 0 0 --width 8 --batch 8 "
-    "--steps 2 --epochs 1 --microbatches 2".split()
+    "--steps 2 --epochs 1 --microbatches 2".split(),
+    "domain_adaptation.py": "--seeds 1 --steps 2".split(),
+    "few_shot.py": "--tasks 8 --epochs 1 --test-tasks 2".split(),
+    "reweighting_digits.py": "--seeds 1 --steps 2".split(),
 }
 # Those to which it does not matter run in this process, where TensorFlow has
 # started already.
 HERE = {
+    "architecture_search.py",
     "data_pipelines.py",
+    "domain_adaptation.py",
+    "few_shot.py",
     "image_classification.py",
+    "reweighting_digits.py",
     "transformer.py",
 }
 
@@ -37,6 +45,9 @@ OTHERS = {path.name for path in EXAMPLES.glob("*.py")} - HERE - LAUNCHES
 @pytest.mark.parametrize("path", scripts(HERE))
 def test_example_runs_here(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    arguments = ARGUMENTS.get(path.name, [])
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
     runpy.run_path(str(path), run_name="__main__")
 
 
