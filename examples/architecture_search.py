@@ -148,7 +148,7 @@ def draw(shares):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--search", type=int, default=30, help="epochs")
+    parser.add_argument("--search", type=int, default=20, help="epochs")
     parser.add_argument("--epochs", type=int, default=10, help="of a choice")
     parser.add_argument("--others", type=int, default=26, help="choices")
     parser.add_argument("--seed", type=int, default=0)
