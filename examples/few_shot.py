@@ -146,10 +146,10 @@ def pretrained(views, labels, digits, epochs, random):
     return model.get_weights()[:-2] + make_model(WAYS, "new").get_weights()[-2:]
 
 
-def accuracies(weights, rate, tasks, steps):
-    """After each number of steps in a task: the mean over the tasks."""
+def make_trial():
+    """A function that tries a start: it makes steps in each of some tasks."""
     model = make_model(WAYS, "adapted")
-    optimizer = keras.optimizers.SGD(rate)
+    optimizer = keras.optimizers.SGD()
     optimizer.build(model.trainable_variables)
 
     @tf.function
@@ -165,14 +165,19 @@ def accuracies(weights, rate, tasks, steps):
         variables = model.trainable_variables
         optimizer.apply(tape.gradient(loss, variables), variables)
 
-    found = []
-    for x, y, query_x, query_y in zip(*tasks[0], *tasks[1], strict=True):
-        model.set_weights(weights)
-        found.append([accuracy(query_x, query_y)])
-        for _ in range(steps):
-            step(x, y)
-            found[-1].append(accuracy(query_x, query_y))
-    return np.mean(found, axis=0)
+    def accuracies(weights, rate, tasks, steps):
+        """After each number of steps: the mean over the tasks."""
+        optimizer.learning_rate = rate
+        found = []
+        for x, y, query_x, query_y in zip(*tasks[0], *tasks[1], strict=True):
+            model.set_weights(weights)
+            found.append([accuracy(query_x, query_y)])
+            for _ in range(steps):
+                step(x, y)
+                found[-1].append(accuracy(query_x, query_y))
+        return np.mean(found, axis=0)
+
+    return accuracies
 
 
 def main():
@@ -203,6 +208,7 @@ def main():
         "MAML": learned(tasks, implicit=False),
         "implicit MAML": learned(tasks, implicit=True),
     }
+    accuracies = make_trial()
     figure, ax = plt.subplots()
     print(f"accuracy on tasks of the digits {unseen} after {STEPS} steps")
     for name, weights in starts.items():
