@@ -38,12 +38,13 @@ class Process:
     """The script in a process of its own, which answers when it is asked.
 
     It begins without being asked. Once it ends, the answer is an error.
+    `python` is that of another environment, if it is given.
     """
 
-    def __init__(self, function, *arguments):
+    def __init__(self, function, *arguments, python=None):
         self.answers = []
         self._process = subprocess.Popen(
-            [sys.executable, sys.argv[0], "--run"]
+            [python or sys.executable, sys.argv[0], "--run"]
             + [function.__name__, *arguments],
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "KMEM_CACHE": "0"},
             stdin=subprocess.PIPE,
