@@ -230,7 +230,7 @@ def main():
         help=f"all for {' and '.join(IN_FULL)}, else all options together",
     )
     parser.add_argument("--blocks", type=int, nargs=4, default=[1, 1, 1, 1])
-    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3)
     add_output(parser)

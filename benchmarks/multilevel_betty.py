@@ -324,9 +324,9 @@ def main():
         "--methods", nargs="*", default=list(METHODS), choices=METHODS
     )
     parser.add_argument("--blocks", type=int, nargs=4, default=[1, 1, 1, 1])
-    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument(
         "--python",
         help="that of an environment which has PyTorch and Betty; by default, "

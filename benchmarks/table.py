@@ -22,7 +22,10 @@ def made_by(script, packages=("kmem", "tensorflow", "keras")):
 
 
 def _gpus():
-    import tensorflow as tf
+    try:
+        import tensorflow as tf
+    except ModuleNotFoundError:
+        return "no GPU"  # PyTorch's environments, which train on the CPU
 
     names = [
         tf.config.experimental.get_device_details(gpu)["device_name"]
