@@ -221,21 +221,22 @@ class Unrolled:
         of_weights = list(vector)
         of_slots = zeros_like(steps[0].slots)
         of_others = zeros_like(wrt)
-        num_own = len(level.variables)
         num_waiting = self.num_waiting(level, len(steps))
+        num_left = len(steps)
         for step in rewinding.rewound(level, steps, num_waiting, of_weights):
-            of_gradient, weights, slots = updates.adjoint(
-                level, step, of_weights, of_slots
-            )
+            num_left -= 1
+            adjoint = updates.adjoint(level, step, of_weights, of_slots)
+            of_gradient, weights, slots = adjoint
+            # What the first step started from, only a `start` asks for.
+            own = level.variables if num_left or level.start_variables else []
+            values = updates.values_at(level, step)
             with level.replayed(step.batch, step.state):
                 products = level.directional_gradient(
-                    step.batch,
-                    of_gradient,
-                    [*level.variables, *wrt],
-                    at=updates.values_at(level, step),
+                    step.batch, of_gradient, [*own, *wrt], at=values
                 )
-            weights = list(map(tf.add, weights, products[:num_own]))
-            others = list(map(tf.add, of_others, products[num_own:]))
+            if own:
+                weights = list(map(tf.add, weights, products[: len(own)]))
+            others = list(map(tf.add, of_others, products[len(own) :]))
             of_weights[:] = updates.chosen(step.made, weights, of_weights)
             of_slots = updates.chosen(step.made, slots, of_slots)
             of_others = updates.chosen(step.made, others, of_others)
