@@ -204,7 +204,7 @@ def header(settings, num_steps):
         "device for 16 bits on two devices; here both devices count together. "
         f'In the row "{SINGLE}" a step is a plain gradient of the lower '
         "loss, and an update. "
-        "Solvers make three iterations, and a level that is unrolled one step. "
+        "Solvers make three iterations; `Unrolled` passes one step. "
         "Groups are normalized instead of batches, whose statistics are "
         "others in each part. Peak: the most that is in memory during a step, "
         f"in {num_steps} steps after the first, with everything in it. "
