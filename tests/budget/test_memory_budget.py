@@ -512,6 +512,7 @@ def test_a_model_of_weights_recomputes_a_whole_batch(group, share):
     assert max(peaks) <= budget <= 1.05 * max(peaks)
 
 
+@pytest.mark.filterwarnings("ignore:XLA compiled something")
 def test_micro_batches_in_xla_are_tried_with_the_sum_of_their_gradients():
     """XLA has no loop, and no such sum, for two of them."""
     model, data = _of_weights(xla=True)
