@@ -265,7 +265,10 @@ def messages_of_kmem() -> str:
 
 def test_troubleshooting_quotes_messages_that_exist():
     sources = messages_of_kmem()
-    of_tensorflow = "OOM when allocating tensor with shape[...] and type float"
+    of_tensorflow = (
+        "OOM when allocating tensor with shape[...] and type float",
+        "Collective ops is aborted by: ...",
+    )
     unknown = [
         part
         for message in quoted_messages()

@@ -172,16 +172,16 @@ def test_a_plan_is_loaded_as_it_was_saved(tmp_path, segments, budget_bytes):
 
 def test_every_field_survives(tmp_path):
     """Whatever it will hold, with a value that is not its default."""
-    others = {int: 7, float: 0.25, bool: False}
+    others = {int: 7, float: 0.25}
 
     def differing(made):
         kinds = typing.get_type_hints(type(made))
-        names = [
-            f.name for f in dataclasses.fields(made) if kinds[f.name] in others
-        ]
-        return dataclasses.replace(
-            made, **{name: others[kinds[name]] for name in names}
-        )
+        values = {
+            f.name: others.get(kinds[f.name], f.default is False)
+            for f in dataclasses.fields(made)
+            if kinds[f.name] in (*others, bool)
+        }
+        return dataclasses.replace(made, **values)
 
     stage = differing(layer(0, shares=(1,), passed=(0,), gradients=(0,)))
     network = dataclasses.replace(
