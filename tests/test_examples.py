@@ -17,6 +17,7 @@ ARGUMENTS = {
     "domain_adaptation.py": "--seeds 1 --steps 2".split(),
     "few_shot.py": "--tasks 8 --epochs 1 --test-tasks 2".split(),
     "reweighting_digits.py": "--seeds 1 --steps 2".split(),
+    "weight_decay.py": "--seeds 1 --updates 2".split(),
 }
 # Those to which it does not matter run in this process, where TensorFlow has
 # started already.
@@ -28,6 +29,7 @@ HERE = {
     "image_classification.py",
     "reweighting_digits.py",
     "transformer.py",
+    "weight_decay.py",
 }
 
 
