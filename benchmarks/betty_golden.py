@@ -16,11 +16,10 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
-import venv
+
+from torch_environment import environment
 
 SOURCE = "git+https://github.com/leopard-ai/betty@cb6221f"
-TORCH = "torch==2.13.0"
 OUTPUT = (
     pathlib.Path(__file__)
     .resolve()
@@ -182,18 +181,11 @@ def main():
     if arguments.run:
         compute(arguments.output, arguments.source, arguments.cg_iterations)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
-        python = pathlib.Path(folder, "bin", "python")
-        install = [python, "-m", "pip", "install", "--quiet"]
-        subprocess.run([*install, TORCH, "numpy"], check=True)
-        # It asks for an older Python, and for loggers that are not used.
-        install += ["--no-deps", "--ignore-requires-python"]
-        subprocess.run([*install, arguments.source], check=True)
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    with environment(betty=arguments.source) as python:
+        variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         subprocess.run(
             [python, __file__, "--run", *sys.argv[1:]],
-            env=environment,
+            env=variables,
             check=True,
         )
 

@@ -15,13 +15,10 @@ plain PyTorch take steps in turns, and the median of the ratios counts.
 import argparse
 import itertools
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import venv
 
 from measured_steps import Process
 from measured_steps import answer
@@ -29,8 +26,8 @@ from measured_steps import run
 from table import add_output
 from table import made_by
 from table import writer
+from torch_environment import environment
 
-TORCH = "torch==2.13.0"
 DEVICE_MB = {"ResNet50": 1000, "transformer": 500}
 NUM_ROWS = 16
 EAGER = "eager"
@@ -263,23 +260,17 @@ def main():
         run([train], *arguments.run)
     elif arguments.run is not None:
         measure(arguments)
-    elif arguments.python:
-        start(arguments.python)
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            venv.create(folder, with_pip=True)
-            python = pathlib.Path(folder, "bin", "python")
-            install = [python, "-m", "pip", "install", "--quiet"]
-            subprocess.run([*install, TORCH, "numpy"], check=True)
+        with environment(arguments.python) as python:
             start(python)
 
 
 def start(python):
     """Runs this script in an environment that has PyTorch."""
     # Threads that wait by spinning keep the other process from its step.
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    variables = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     subprocess.run(
-        [python, __file__, *sys.argv[1:], "--run"], env=environment, check=True
+        [python, __file__, *sys.argv[1:], "--run"], env=variables, check=True
     )
 
 

@@ -12,22 +12,23 @@ NUM_CLASSES = 10
 
 
 class Bottleneck(nn.Module):
-    """A residual block, with its stride where torchvision has it."""
+    """A residual block, with its stride where torchvision has it.
 
-    def __init__(self, num_inputs, width, stride):
+    `convolve` makes the layers of a convolution and of what normalizes it.
+    """
+
+    def __init__(self, num_inputs, width, stride, convolve):
         super().__init__()
         self.main = nn.Sequential(
-            *_convolution(num_inputs, width, 1),
+            *convolve(num_inputs, width, 1),
             nn.ReLU(inplace=True),
-            *_convolution(width, width, 3, stride),
+            *convolve(width, width, 3, stride),
             nn.ReLU(inplace=True),
-            *_convolution(width, 4 * width, 1),
+            *convolve(width, 4 * width, 1),
         )
-        # As in Goyal et al. (2017): without, rounding grows fast in training.
-        nn.init.zeros_(self.main[-1].weight)
         self.skip = nn.Sequential()
         if num_inputs != 4 * width or stride > 1:
-            self.skip.extend(_convolution(num_inputs, 4 * width, 1, stride))
+            self.skip.extend(convolve(num_inputs, 4 * width, 1, stride))
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x):
@@ -92,7 +93,9 @@ def resnet50(num_classes=NUM_CLASSES):
     for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(num_blocks):
             stride = 2 if width > 64 and block == 0 else 1
-            layers.append(Bottleneck(num_inputs, width, stride))
+            layers.append(Bottleneck(num_inputs, width, stride, _convolution))
+            # As in Goyal et al. (2017): else rounding grows fast in training.
+            nn.init.zeros_(layers[-1].main[-1].weight)
             num_inputs = 4 * width
     return nn.Sequential(
         *layers,

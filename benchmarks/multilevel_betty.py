@@ -13,7 +13,6 @@ its imports are.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -23,11 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 
 import multilevel
 from betty_golden import SOURCE
-from headline_torch import TORCH
 from headline_torch import allocated
 from measured_steps import Process
 from measured_steps import answer
@@ -37,6 +34,7 @@ from measured_steps import run
 from table import add_output
 from table import made_by
 from table import writer
+from torch_environment import environment
 
 # By the names in kmem: what Betty is told to do.
 METHODS = {
@@ -343,26 +341,8 @@ def main():
         return
     # Threads that wait by spinning keep the other process from its step.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    with environment(arguments.python) as python:
+    with environment(arguments.python, betty=SOURCE) as python:
         measure(arguments, python)
-
-
-@contextlib.contextmanager
-def environment(python):
-    """The Python of an environment that has Betty: the given one, or one that
-    is deleted in the end."""
-    if python:
-        yield python
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        venv.create(folder, with_pip=True)
-        python = pathlib.Path(folder, "bin", "python")
-        install = [python, "-m", "pip", "install", "--quiet"]
-        subprocess.run([*install, TORCH, "numpy"], check=True)
-        # It asks for an older Python, and for loggers that are not used.
-        install += ["--no-deps", "--ignore-requires-python"]
-        subprocess.run([*install, SOURCE], check=True)
-        yield python
 
 
 def measure(arguments, python):

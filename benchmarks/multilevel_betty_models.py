@@ -13,31 +13,10 @@ from betty.configs import Config
 from betty.configs import EngineConfig
 from betty.engine import Engine
 from betty.problems import ImplicitProblem
+from headline_torch_models import NUM_CLASSES
+from headline_torch_models import Bottleneck
 from torch import nn
 from torch.nn.functional import cross_entropy
-
-NUM_CLASSES = 10
-
-
-class Bottleneck(nn.Module):
-    """A residual block."""
-
-    def __init__(self, num_inputs, width, stride):
-        super().__init__()
-        self.main = nn.Sequential(
-            *_convolution(num_inputs, width, 1),
-            nn.ReLU(inplace=True),
-            *_convolution(width, width, 3, stride),
-            nn.ReLU(inplace=True),
-            *_convolution(width, 4 * width, 1),
-        )
-        self.skip = nn.Sequential()
-        if num_inputs != 4 * width or stride > 1:
-            self.skip.extend(_convolution(num_inputs, 4 * width, 1, stride))
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        return self.relu(self.main(x) + self.skip(x))
 
 
 def resnet(blocks, width):
@@ -46,7 +25,9 @@ def resnet(blocks, width):
     for stage, count in enumerate(blocks):
         for number in range(count):
             stride = 2 if stage > 0 and number == 0 else 1
-            layers.append(Bottleneck(num_inputs, width * 2**stage, stride))
+            layers.append(
+                Bottleneck(num_inputs, width * 2**stage, stride, _convolution)
+            )
             num_inputs = 4 * width * 2**stage
     return nn.Sequential(
         *layers,
