@@ -170,7 +170,7 @@ class Menu:
         drawing, recording = self._drawing(options), None
         if plan is not None:
             if plan.mode == "xla":
-                control.prefer_little_memory()
+                control.order_for_plans()
             size = self.size(options, options.num_parts)
             recording = drawing.recording(size)
         return Trial(

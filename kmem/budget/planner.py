@@ -136,7 +136,7 @@ def session_for(
     """
     mode = profiling.mode(model, options)
     if mode == "xla":
-        control.prefer_little_memory()
+        control.order_for_plans()
     if batch is not None:
         replicas = model.distribute_strategy.num_replicas_in_sync
         batch = batches.part_of(batch, replicas)
@@ -213,7 +213,7 @@ def make_plan(
     remat = options.remat or Remat()
     mode = profiling.mode(model, options)
     # The same plan has another peak in another of XLA's orders.
-    in_order = mode == "xla" and control.prefer_little_memory()
+    in_order = mode == "xla" and control.order_for_plans()
     group = agreeing.processes(options)
     microbatch = _microbatch(batch, options)
     is_counted = memory.is_counted()
@@ -310,12 +310,11 @@ def adding_up(
     model: keras.Model, network: Network, options: MemoryOptions, is_split: bool
 ) -> Network:
     """That of a micro-batch, or of a batch of a group, beside the sums of
-    gradients. In a graph each is added as soon as it is there. XLA may compute
-    a gradient into the sum of micro-batches, so that one of them counts."""
-    mode = profiling.mode(model, options)
-    num_sums = (options.num_batches > 1) + (is_split and mode != "xla")
+    gradients. In a graph each is added as soon as it is there."""
+    in_graph = profiling.mode(model, options) != "eager"
+    num_sums = (options.num_batches > 1) + is_split
     sums = num_sums * batches.num_bytes(model.trainable_variables)
-    keeps = {"keeps_gradients": mode != "graph", "adds_gradients": True}
+    keeps = {"keeps_gradients": not in_graph, "adds_gradients": True}
     return dataclasses.replace(network, resident_bytes=sums, **keeps)
 
 

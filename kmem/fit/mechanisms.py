@@ -28,6 +28,7 @@ from kmem.dtr.device import DeviceSession
 from kmem.dtr.feasible import with_least_threshold
 from kmem.fit import pipeline
 from kmem.fit.undoing import Changes
+from kmem.graph import control
 from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.keras_graph import applying
@@ -108,6 +109,8 @@ class SplitStep(WholeStep):
         # a branch inside XLA copies all that it may assign.
         self.allows_xla = steps == 1
         compiled = profiling.mode(model, options) == "xla"
+        if compiled:
+            control.prefer_little_memory()
         if compiled and not self.allows_xla:
             alone = strategy.num_replicas_in_sync == 1
             collect = self._updater.collect if alone else lambda batch: None

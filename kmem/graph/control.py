@@ -135,8 +135,8 @@ _FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 def prefer_little_memory() -> bool:
     """Selects XLA's order that takes less memory on CPUs, for this process.
 
-    XLA reads its flags when it first compiles. Warns if that was before, and
-    leaves the order as it is where `XLA_FLAGS` already says which to take.
+    XLA reads its flags when it first compiles. Leaves the order as it is if
+    that was before, or where `XLA_FLAGS` already says which to take.
 
     Returns:
         Whether steps are known to be compiled in that order; on a GPU there
@@ -147,25 +147,38 @@ def prefer_little_memory() -> bool:
     flags = os.environ.get("XLA_FLAGS")
     if flags is not None and _FLAG in flags:
         return _is_depth_first()
-    wanted = f"{flags or ''} --{_FLAG}=false".strip()
-    os.environ["XLA_FLAGS"] = wanted
+    os.environ["XLA_FLAGS"] = _wanted_flags()
     try:
-        took_effect = _is_depth_first()
+        return _is_depth_first()
     finally:
         # It has been read; other processes are none of kmem's business.
         if flags is None:
             del os.environ["XLA_FLAGS"]
         else:
             os.environ["XLA_FLAGS"] = flags
-    if not took_effect and memory.is_counted("CPU"):
+
+
+@functools.cache
+def order_for_plans() -> bool:
+    """`prefer_little_memory`, and warns if XLA had compiled something."""
+    took_effect = prefer_little_memory()
+    if (
+        not took_effect
+        and memory.is_counted("CPU")
+        and _FLAG not in os.environ.get("XLA_FLAGS", "")
+    ):
         warnings.warn(
             "XLA compiled something before kmem could select the order of "
             "operations that takes little memory. Plans may recompute more, "
             "and saved plans may exceed their budget. Start Python with "
-            f"the environment variable XLA_FLAGS='{wanted}'",
+            f"the environment variable XLA_FLAGS='{_wanted_flags()}'",
             stacklevel=3,
         )
     return took_effect
+
+
+def _wanted_flags() -> str:
+    return f"{os.environ.get('XLA_FLAGS', '')} --{_FLAG}=false".strip()
 
 
 def _is_depth_first() -> bool:
@@ -187,7 +200,7 @@ def _is_depth_first() -> bool:
     return usage.peak_bytes - usage.start_bytes < all_bytes // 2
 
 
-def hold_back(gradients: list) -> None:
+class Guards:
     """Orders a backward pass that was just traced, as `ordering.hold_back`.
 
     The chain reaches a layer through the inputs of the layer's own gradients:
@@ -198,28 +211,70 @@ def hold_back(gradients: list) -> None:
     Args:
         gradients: Tensors, `IndexedSlices` or `None`, of one graph.
     """
-    values = [
-        g.values if isinstance(g, tf.IndexedSlices) else g
-        for g in gradients
-        if g is not None
-    ]
-    if not values:
-        return
-    graph = values[0].graph
-    positions = {op: i for i, op in enumerate(graph.get_operations())}
-    tensors = {tensor.op: tensor for tensor in values if tensor.op in positions}
-    ordered = sorted(tensors, key=lambda op: positions[op])
-    for before, after in itertools.pairwise(ordered):
-        chain = {
-            tensor.ref(): tensor.consumers()
-            for tensor in after.inputs
-            if tensor.dtype.is_floating
-            and positions.get(tensor.op, -1) > positions[before]
-        }
-        with graph.as_default():
-            copies = delayed([tensors[before]], [key.deref() for key in chain])
-        for new, (key, readers) in zip(copies, chain.items(), strict=True):
-            for op in readers:
-                for index, read in enumerate(op.inputs):
-                    if read is key.deref():
-                        private_tf.replace_input(op, index, new)
+
+    def __init__(self, gradients: list):
+        # By what makes a gradient: the operations that wait for it.
+        self._guards: dict[tf.Operation, list[tf.Operation]] = {}
+        values = [
+            g.values if isinstance(g, tf.IndexedSlices) else g
+            for g in gradients
+            if g is not None
+        ]
+        graph = values[0].graph if values else tf.Graph()
+        positions = {op: i for i, op in enumerate(graph.get_operations())}
+        tensors = {t.op: t for t in values if t.op in positions}
+        ordered = sorted(tensors, key=lambda op: positions[op])
+        for before, after in itertools.pairwise(ordered):
+            chain = {
+                tensor.ref(): tensor.consumers()
+                for tensor in after.inputs
+                if tensor.dtype.is_floating
+                and positions.get(tensor.op, -1) > positions[before]
+            }
+            held = [key.deref() for key in chain]
+            with graph.as_default():
+                copies = delayed([tensors[before]], held)
+            self._guards[before] = [copy.op for copy in copies]
+            for new, (key, readers) in zip(copies, chain.items(), strict=True):
+                for op in readers:
+                    for index, read in enumerate(op.inputs):
+                        if read is key.deref():
+                            private_tf.replace_input(op, index, new)
+        self._known = set(graph.get_operations())
+
+    def finish(
+        self, ops: list[tf.Operation], ends: list[tf.Operation] | None = None
+    ) -> None:
+        """Makes the pass wait for what uses up a gradient, which is freed then.
+
+        Args:
+            ops: What was traced after the pass.
+            ends: Those of them whose results to wait for.
+        """
+        for end in ends or [op for op in ops if not op.outputs]:
+            gradients = self._gradients_of(end)
+            if len(gradients) == 1:
+                never = _never(_result(end))
+                for guard in self._guards[gradients.pop()]:
+                    private_tf.replace_input(guard, 0, never)
+
+    def _gradients_of(self, op: tf.Operation) -> set[tf.Operation]:
+        """The gradients that an operation was made of after the pass."""
+        found, waiting = set(), [op]
+        while waiting:
+            op = waiting.pop()
+            if op not in self._known:
+                waiting += [tensor.op for tensor in op.inputs]
+            elif op in self._guards:
+                found.add(op)
+        return found
+
+
+def _result(op: tf.Operation) -> tf.Tensor:
+    """What an operation made, be it in a variable."""
+    if op.outputs:
+        return op.outputs[0]
+    with tf.control_dependencies([op]):
+        return tf.raw_ops.ReadVariableOp(
+            resource=op.inputs[0], dtype=op.inputs[1].dtype
+        )

@@ -61,7 +61,7 @@ def is_unordered(op: tf.Operation) -> bool:
 
 def hold_back(
     gradients: list, differentiated: bool = False, loss: tf.Tensor | None = None
-) -> "Order | None":
+) -> "AnyOrder | None":
     """Orders a backward pass that was just traced; nothing in eager mode.
 
     No operation waits for one that needs it, so that there is no cycle, and
@@ -81,8 +81,7 @@ def hold_back(
     if tf.executing_eagerly():
         return None
     if private_tf.in_xla():
-        control.hold_back(gradients)
-        return None
+        return control.Guards(gradients)
     weight_gradients = {fusion.maker(g) for g in gradients if g is not None}
     if not weight_gradients:
         return None
@@ -273,6 +272,9 @@ class Order:
         """What reads a tensor, without what nobody needs: a tape gives a
         constant a gradient, too."""
         return [op for op in tensor.consumers() if op in self._stages]
+
+
+AnyOrder = Order | control.Guards
 
 
 def _stages(

@@ -14,9 +14,11 @@ import inspect
 import itertools
 import math
 import re
+import string
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -39,6 +41,8 @@ _ROWS, _ALL = 4, slice(None)
 _HALVES = ((slice(0, 2), slice(2, 4)), (slice(0, 4, 2), slice(1, 4, 2)))
 # A size that is not known, and the largest that is tried where all are many.
 _UNKNOWN, _SMALL = 2, 8
+# Of rows of unequal length: a half may be shorter than the whole.
+_LENGTHS = np.array([1, 1, 2, 2])
 _MANY = 2**20
 _OF_SHAPES = frozenset({"OnesLike", "ZerosLike", "Shape", "Size", "Rank"})
 # By how much sums in another order may differ, of the largest number: they do
@@ -49,6 +53,7 @@ _KNOWN = frozenset({"keras", "keras_hub", "kmem"})
 # Those of `tf.random`, with which Keras draws too.
 _DRAWS = ("normal", "uniform", "truncated_normal")
 _ONE_ROW = "one_row_for_all"
+_NOT_TRIED = "which could not be tried on random examples"
 # Operations that are seen to have run.
 _CHANGING = re.compile("Assign|Print|PyFunc|ResourceScatter")
 
@@ -74,7 +79,7 @@ def names(model, loss: Loss, take_step: Callable, specs) -> list[str]:
     Args:
         loss: What is known of it so far.
         take_step: Takes a batch as far as its loss; returns the `Update`.
-        specs: A batch, as `tf.TensorSpec`s.
+        specs: A batch of any number of rows, as `tf.TypeSpec`s.
     """
     is_known = loss.only_terms and not loss.may_compare and not _may_mix(model)
     if loss.comparing or is_known:
@@ -85,11 +90,25 @@ def names(model, loss: Loss, take_step: Callable, specs) -> list[str]:
         return []
     layers = private_keras.all_layers(model)
     # What differs by itself in training rests, or all if that tells nothing.
-    for resting in (filter(private_keras.own_state, layers), layers):
-        differs = _differs(model, loss, take_step, specs, list(resting))
+    resting = list(filter(private_keras.own_state, layers)), layers
+    for terms, at_rest in itertools.product(_vocabularies(layers), resting):
+        differs = _differs(model, loss, take_step, specs, at_rest, terms)
         if differs is not None:
-            break
-    return [f"the loss of {model.name}"] if differs else []
+            return [f"the loss of {model.name}"] if differs else []
+    return [f"perhaps the loss of {model.name}, {_NOT_TRIED}"]
+
+
+def _vocabularies(layers: list) -> Iterator[dict[str, list]]:
+    """What random words, and integers, may be: those that layers look up, since
+    to them all others are the same; then any."""
+    tables = [x for x in layers if hasattr(x, "get_vocabulary")]
+    with tf.init_scope():
+        known = [term for table in tables for term in table.get_vocabulary()]
+    words = [term for term in known if isinstance(term, str)]
+    integers = [term for term in known if not isinstance(term, str)]
+    words = words or list(string.ascii_letters)
+    for numbers in filter(None, (integers, [0, 1])):
+        yield {"words": words, "integers": numbers}
 
 
 def _may_mix(model) -> bool:
@@ -133,14 +152,13 @@ def check_masks(model, denominators: list, weights: list) -> None:
 
 
 def _differs(
-    model, loss: Loss, take_step: Callable, specs, resting: list
+    model, loss: Loss, take_step: Callable, specs, resting: list, terms: dict
 ) -> bool | None:
     """Whether a batch's loss is another than that of its parts, where some
     layers do what they do in inference; `None` if that is not known."""
     layers = private_keras.all_layers(model)
     is_coarse = any("16" in str(layer.compute_dtype) for layer in layers)
     tolerance = _ROUNDING_OF_16_BITS if is_coarse else _ROUNDING
-    specs = batches.with_rows(specs, None)
     given = batches.leaves(specs)
 
     def loss_of(share, totals, *rows):
@@ -161,7 +179,8 @@ def _differs(
 
     def run(rows, totals, share=1.0):
         share = tf.constant(share, tf.float64)
-        value, found = trace(share, totals, *(array[rows] for array in arrays))
+        taken = map(functools.partial(_taken, rows), given, arrays)
+        value, found = trace(share, totals, *taken)
         return float(value), found
 
     # GPUs would round numbers to fewer bits.
@@ -174,9 +193,9 @@ def _differs(
         # Not within `init_scope`, which stops all tapes.
         trace = trace.get_concrete_function(number, totals, *given)
         if _leaves_traces(trace.graph):
-            return None
+            return False
         with tf.init_scope():
-            arrays = _random(given)
+            arrays = _random(given, **terms)
             whole = tf.constant(1, tf.float64)
             _, totals = run(_ALL, dict.fromkeys(loss.counted, whole))
             together, _ = run(_ALL, totals)
@@ -263,9 +282,29 @@ def _compares(loss, y_true, y_pred) -> bool | None:
     )
 
 
-def _random(tensors: list, dtype: str | None = None) -> list[tf.Tensor]:
-    """Numbers between 0 and 1, or either of them, in the place of tensors: in
-    their dtypes, or in another one and of fewer if they are many."""
+def _taken(rows: slice, spec, array: tf.Tensor):
+    """Some rows of numbers, in the form that a spec tells of."""
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.sparse.from_dense(array[rows])
+    if isinstance(spec, tf.RaggedTensorSpec):
+        is_nested = spec.ragged_rank > 1
+        return tf.RaggedTensor.from_tensor(
+            array[rows],
+            lengths=None if is_nested else _LENGTHS[rows],
+            ragged_rank=spec.ragged_rank,
+            row_splits_dtype=spec.row_splits_dtype,
+        )
+    return array[rows]
+
+
+def _random(
+    tensors: list,
+    dtype: str | None = None,
+    words: Sequence[str] = (),
+    integers: Sequence[int] = (0, 1),
+) -> list[tf.Tensor]:
+    """Numbers between 0 and 1, or some of those given, in the place of tensors:
+    in their dtypes, or in another one and of fewer if they are many."""
     # What one does not know of an axis, such as a length, another may.
     axes = itertools.zip_longest(*(tensor.shape[1:] for tensor in tensors))
     usual = [next(filter(None, sizes), _UNKNOWN) for sizes in axes]
@@ -278,9 +317,12 @@ def _random(tensors: list, dtype: str | None = None) -> list[tf.Tensor]:
     rng = np.random.default_rng(0)
     arrays = []
     for tensor, shape in zip(tensors, known, strict=True):
-        array = rng.uniform(0.1, 0.9, shape)
         own = tf.as_dtype(tensor.dtype)
-        if not own.is_floating:
-            array = np.round(array)
+        if own == tf.string:
+            array = rng.choice(words, shape)
+        elif own.is_floating:
+            array = rng.uniform(0.1, 0.9, shape)
+        else:
+            array = rng.choice(integers, shape)
         arrays.append(tf.cast(array, dtype or own))
     return arrays

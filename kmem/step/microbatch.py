@@ -33,6 +33,7 @@ from kmem.step.loss_terms import recording
 from kmem.step.parts import Alone
 from kmem.step.parts import Parts
 from kmem.step.parts import Slice
+from kmem.step.parts import spec_of_parts
 from kmem.step.updates import squares_rows
 
 
@@ -54,7 +55,7 @@ class BatchGradient:
     denominators: dict[str, tf.Tensor]
     variables: list
     logs: Any
-    order: ordering.Order | None = None
+    order: ordering.AnyOrder | None = None
 
 
 class GradientStep:
@@ -93,7 +94,7 @@ class GradientStep:
         # A `Loss`, once it was looked at: the same in all replicas.
         self._loss: Any = None
         self._state: metrics.LayerState | None = None  # Likewise.
-        self._spec: Any = None  # Of a batch, or of a part of it.
+        self._spec: Any = None  # Of a part of a batch.
         self._optimizer = optimizer
         # Variables whose gradients are rows, by their `id`.
         self._in_rows: set[int] = set()
@@ -292,7 +293,7 @@ class GradientStep:
             self._in_rows = set(map(id, in_rows))
             self._loss = Loss.of(model, terms, compares)
             self._state = metrics.LayerState(model, scope, data)
-        self._spec = batches.specs_of(data)
+        self._spec = spec_of_parts(data)
         counted = [terms.denominators[group] for group in self._loss.counted]
         if unknown:
             comparing.check_masks(model, counted, unknown)
@@ -309,7 +310,7 @@ class _Part:
         results,
         weight,
         processes: Alone,
-        order: ordering.Order | None,
+        order: ordering.AnyOrder | None,
     ):
         self.order = order
         self.sums_rows = updates[0].sums_rows

@@ -9,6 +9,7 @@ each, and add up what came of them.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ class Parts:
     @property
     def spec(self):
         """The type of a part: the batch's, for any number of rows."""
-        return keras.tree.map_structure(_part_spec, self._data)
+        return spec_of_parts(self._data)
 
     def sum(self, function) -> list[tf.Tensor]:
         """Adds up `function(part, rows)` over the parts, one after another.
@@ -68,8 +69,7 @@ class Parts:
         total = function(slice_rows(data, 0, size), size)
 
         def add(index, total):
-            start = self._first_size + (index - 1) * self._size
-            part = slice_rows(data, start, self._size)
+            part = slice_rows(data, self._start(index), self._size)
             return _added(total, function(part, self._size))
 
         if tf.executing_eagerly():
@@ -78,13 +78,13 @@ class Parts:
             return total
         # The loop's body waits for its index, hence for a first part outside.
         with tf.control_dependencies(total):
-            return self._loop(add, tf.constant(1), total)
+            return self._loop(add, 1, total)
 
     def sum_traced(
         self,
         function,
         *arguments,
-        order: Callable[[], ordering.Order | None] = lambda: None,
+        order: Callable[[], ordering.AnyOrder | None] = lambda: None,
     ) -> list[tf.Tensor]:
         """`sum`, for which a graph traces the function once for all parts.
 
@@ -103,12 +103,9 @@ class Parts:
             specs = tf.nest.map_structure(tf.type_spec_from_value, arguments)
             totals: list[tf.Tensor] = []
             graph = tf.compat.v1.get_default_graph()
-            adds = not private_tf.in_xla()
 
             def traced(*inputs):
                 results = function(*inputs)
-                if not adds:
-                    return results
                 with graph.as_default():
                     totals[:] = releasing.zeros_like(results)
                 sums = _added_in_order(totals, results, order())
@@ -118,9 +115,7 @@ class Parts:
             concrete = releasing.function(traced).get_concrete_function(
                 self.spec, number, *specs
             )
-            if adds:
-                return self._sum_in_loop(concrete, totals, arguments)
-            function = concrete
+            return self._sum_in_loop(concrete, totals, arguments)
         return self.sum(lambda part, rows: function(part, rows, *arguments))
 
     def _sum_in_loop(self, function, totals: list, arguments) -> list:
@@ -129,10 +124,8 @@ class Parts:
         captured = list(function.captured_inputs)
         positions = {id(total): i for i, total in enumerate(totals)}
 
-        def add(index, sums):
-            is_first = index == 0
-            start = self._first_size + (index - 1) * self._size
-            start = tf.where(is_first, 0, start)
+        def add(index, sums, is_first):
+            start = tf.where(is_first, 0, self._start(index))
             size = tf.where(is_first, self._first_size, self._size)
             function.set_external_captures(
                 [
@@ -143,14 +136,21 @@ class Parts:
             part = slice_rows(self._data, start, size)
             return function(part, size, *arguments)
 
+        if private_tf.in_xla():
+            sums = add(0, totals, True)
+            return self._loop(functools.partial(add, is_first=False), 1, sums)
         with tf.control_dependencies(totals):
-            return self._loop(add, tf.constant(0), totals)
+            return self._loop(lambda i, sums: add(i, sums, i == 0), 0, totals)
 
-    def _loop(self, add, first_index, total: list) -> list:
+    def _start(self, index):
+        """The first row of a part that is not the first."""
+        return self._first_size + (index - 1) * self._size
+
+    def _loop(self, add, first_index: int, total: list) -> list:
         _, total = tf.while_loop(
             lambda index, total: index < self._num_parts,
             lambda index, total: (index + 1, add(index, total)),
-            (first_index, total),
+            (tf.constant(first_index), total),
             parallel_iterations=1,
         )
         return total
@@ -169,7 +169,7 @@ def _added(totals: list, addends: list) -> list:
 
 
 def _added_in_order(
-    totals: list, addends: list, order: ordering.Order | None
+    totals: list, addends: list, order: ordering.AnyOrder | None
 ) -> list[tf.Tensor]:
     """Adds up two lists in a graph that made one of them, each addend as soon
     as it is there, so that it is freed."""
@@ -221,6 +221,11 @@ def num_rows(data: Any, adds_up: bool = True) -> tf.Tensor:
             f"number of rows. Received: rows={sorted(sizes)}"
         )
     return tf.shape(leaves[0], out_type=tf.int32)[0]
+
+
+def spec_of_parts(data: Any) -> Any:
+    """The type of a batch, for any number of rows."""
+    return keras.tree.map_structure(_part_spec, data)
 
 
 def _part_spec(leaf):

@@ -18,7 +18,7 @@ from kmem.base import private_keras
 from kmem.base import private_tf
 from kmem.graph import fusion
 from kmem.graph.names import current_graph
-from kmem.graph.ordering import Order
+from kmem.graph.ordering import AnyOrder
 from kmem.options import MemoryOptions
 from kmem.step import batches
 from kmem.step.capture import has_default_step
@@ -95,7 +95,7 @@ def turns(variables: list) -> list[int]:
 
 
 def in_turn(
-    optimizer, gradients: list, order: Order | None = None
+    optimizer, gradients: list, order: AnyOrder | None = None
 ) -> patching.Context:
     """Within, an optimizer updates its variables one after another.
 

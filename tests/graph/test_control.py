@@ -30,7 +30,7 @@ FLAG = """
     before = dict(os.environ)
     if {prefer}:
         warnings.simplefilter("error")
-        in_order = control.prefer_little_memory()
+        in_order = control.order_for_plans()
         assert in_order == ("true" not in os.environ.get("XLA_FLAGS", ""))
     assert dict(os.environ) == before
 
@@ -47,7 +47,7 @@ FLAG = """
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert control.prefer_little_memory() == ({prefer} and in_order)
+        assert control.order_for_plans() == ({prefer} and in_order)
     print(*[each.message for each in caught])
 """
 
@@ -180,7 +180,7 @@ def test_held_back_gradients_are_the_same():
     @tf.function(jit_compile=True)
     def step(x):
         gradients = gradients_of(weights, x)
-        control.hold_back(gradients)
+        control.Guards(gradients)
         return gradients
 
     for got, want in zip(step(x), gradients_of(weights, x), strict=True):
@@ -193,7 +193,7 @@ def test_each_gradient_waits_for_the_one_before_it():
     @tf.function(jit_compile=True)
     def step(x):
         gradients = gradients_of(weights, x)
-        control.hold_back(gradients)
+        control.Guards(gradients)
         return gradients
 
     graph = step.get_concrete_function(x).graph
@@ -212,8 +212,8 @@ def test_missing_and_sparse_gradients_are_taken_as_they_are():
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.gather(table, ids) ** 2)
         gradients = tape.gradient(loss, [table, unused])
-        control.hold_back(gradients)
-        control.hold_back([None])
+        control.Guards(gradients)
+        control.Guards([None])
         return tf.convert_to_tensor(gradients[0])
 
     want = tf.reshape(tf.one_hot(1, 4) * 4, (1, 4))
