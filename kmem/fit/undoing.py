@@ -33,14 +33,12 @@ _READING = frozenset("ReadVariableOp ResourceGather VariableShape".split())
 
 
 class Reader:
-    """Reads variables again and again, all of them in one call."""
+    """Reads variables again and again, in the end all of them in one call."""
 
     def __init__(self, variables: list):
         self.variables = variables
-        self._read = releasing.function(
-            lambda: list(map(tf.convert_to_tensor, variables)),
-            input_signature=[],
-        )
+        self._num_reads = 0
+        self._read: Any = lambda: list(map(tf.convert_to_tensor, variables))
         self._arrays: list[np.ndarray] = []
 
     def read(self) -> list[np.ndarray]:
@@ -48,6 +46,10 @@ class Reader:
 
         In the same arrays: new memory would take longer than to copy.
         """
+        self._num_reads += 1
+        # To make a function takes longer than a few reads, one by one.
+        if self._num_reads == 20:
+            self._read = releasing.function(self._read, input_signature=[])
         tensors = self._read()
         if not self._arrays:
             # Of a number `numpy` gives no array.
@@ -169,9 +171,7 @@ class Changes:
     def reader(self, earlier: Reader | None) -> Reader:
         """Reads these variables; `earlier`, if it reads no others."""
         variables = self.variables
-        if earlier is not None and (
-            [*map(id, earlier.variables)] == [*map(id, variables)]
-        ):
+        if earlier and [*map(id, earlier.variables)] == [*map(id, variables)]:
             return earlier
         return Reader(variables)
 

@@ -19,6 +19,7 @@ from kmem.fit.mechanisms import SplitStep
 from kmem.fit.mechanisms import WholeStep
 from kmem.fit.mechanisms import planned
 from kmem.fit.undoing import Changes
+from kmem.fit.undoing import Reader
 from kmem.fit.undoing import Undoing
 from kmem.step.mechanism import Mechanism
 from kmem.step.parts import Alone
@@ -202,6 +203,23 @@ def test_a_step_that_raises_is_undone(model, error, is_undone):
     after = values(model.trainable_variables)
     same = all(map(np.array_equal, after, before))
     assert same == is_undone
+
+
+def test_variables_are_read_in_one_call_in_the_end():
+    """One by one at first: a short training makes no function for it."""
+    variables = [tf.Variable(0.0), tf.Variable([0, 0]), tf.Variable([""])]
+    reader = Reader(variables)
+    for number in range(25):
+        variables[0].assign(number / 2)
+        variables[1].assign([number, -number])
+        variables[2].assign([str(number)])
+
+        half, pair, text = reader.read()
+
+        assert half == number / 2 and list(pair) == [number, -number]
+        assert list(text) == [str(number).encode()]
+        is_function = hasattr(reader._read, "get_concrete_function")
+        assert is_function == (number >= 19)
 
 
 def evicting(model, option):
