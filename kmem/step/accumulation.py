@@ -93,7 +93,7 @@ class Updater:
 
     def flush(self) -> None:
         """Applies the batches of a group that was not completed, if any."""
-        if self._pending is not None:
+        if self._pending is not None and self._pending.num_batches.numpy():
             self._flush()
 
     def stop(self) -> None:

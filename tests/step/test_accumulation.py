@@ -15,6 +15,7 @@ from reference import train
 from reference import whole
 
 import kmem
+from kmem.step.accumulation import Updater
 
 GROUPED = {"batch_size": 7, "gradient_accumulation_steps": 3}
 
@@ -29,6 +30,26 @@ def test_validation_sees_the_last_group_applied():
     _, groups = train(case, **GROUPED)
 
     np.testing.assert_allclose(groups["val_loss"], want["val_loss"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("batch_size, num_traces", [(13, 1), (20, 2)])
+def test_an_update_is_traced_again_for_the_last_group_if_there_is_one(
+    batch_size, num_traces, monkeypatch
+):
+    """Of 52 rows 4 batches of 13 make a group, and 3 of 20 do not."""
+    traced = []
+    apply_mean = Updater._apply_mean
+
+    def apply(updater, *args):
+        traced.append(updater)
+        apply_mean(updater, *args)
+
+    monkeypatch.setattr(Updater, "_apply_mean", apply)
+    options = {"batch_size": batch_size, "gradient_accumulation_steps": 4}
+    train(cases.plain, **options)
+
+    # The first in the step itself.
+    assert len(traced) == num_traces
 
 
 def test_checkpoints_hold_the_last_group(tmp_path):
