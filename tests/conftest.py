@@ -8,6 +8,7 @@ import textwrap
 
 import forked
 import pytest
+import shallow
 import traced_once
 
 # TensorFlow's notes on its start would stand between the tests' own output.
@@ -27,6 +28,7 @@ HAS_COMPILER = building.find_compiler() is not None
 if HAS_COMPILER:
     native.allocator()
 traced_once.install()
+shallow.install()
 # TensorFlow makes many objects in a trace, and few of them are garbage.
 gc.set_threshold(10_000, 20, 20)
 
