@@ -197,8 +197,8 @@ def validation_batch(arguments: MutableMapping[str, Any]) -> Any:
 
 
 def first_examples(arguments: Mapping[str, Any], count: int) -> Any:
-    """Some of the examples that are validated on, as tensors; `None` if they
-    are not in arrays."""
+    """Some of the examples that are validated on, in host memory; `None` if
+    they are not in arrays."""
     data = arguments.get("validation_data")
     if data is None and arguments.get("validation_split"):
         names = ("x", "y", "sample_weight")
@@ -213,12 +213,13 @@ def first_examples(arguments: Mapping[str, Any], count: int) -> Any:
         return None
     specs = batches.specs_of(data)
     data = keras.tree.lists_to_tuples(data)
-    return keras.tree.map_structure(
-        lambda leaf, spec: (
-            None if leaf is None else tf.cast(leaf[:count], spec.dtype)
-        ),
-        *(data, specs),
-    )
+
+    def taken(leaf, spec):
+        if leaf is None:
+            return None
+        return np.asarray(leaf[:count], spec.dtype.as_numpy_dtype)
+
+    return keras.tree.map_structure(taken, data, specs)
 
 
 def held_bytes(arguments: Mapping[str, Any], batch) -> int:
