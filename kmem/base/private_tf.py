@@ -6,6 +6,7 @@ is for, and which test fails when it moves (in 2.20 and 2.21 it is here).
 
 import contextlib
 import re
+from collections.abc import Iterable
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,10 +146,13 @@ def function_in(graph: tf.Graph, name: str) -> Any:
     return function if hasattr(function, "graph") else None
 
 
-def replace_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
-    """Lets an operation read another tensor. graph/test_repeats.py,
+def read_instead(ops: Iterable, tensor: tf.Tensor, new: tf.Tensor) -> None:
+    """Lets operations read another tensor. graph/test_repeats.py,
     graph/test_control.py, sharding/test_sharding_units.py"""
-    op._update_input(index, tensor)
+    for op in ops:
+        for index, read in enumerate(op.inputs):
+            if read is tensor:
+                op._update_input(index, new)
 
 
 def wait_for(op: tf.Operation, others: list[tf.Operation]) -> None:

@@ -235,11 +235,8 @@ class Guards:
             with graph.as_default():
                 copies = delayed([tensors[before]], held)
             self._guards[before] = [copy.op for copy in copies]
-            for new, (key, readers) in zip(copies, chain.items(), strict=True):
-                for op in readers:
-                    for index, read in enumerate(op.inputs):
-                        if read is key.deref():
-                            private_tf.replace_input(op, index, new)
+            for old, new in zip(held, copies, strict=True):
+                private_tf.read_instead(chain[old.ref()], old, new)
         self._known = set(graph.get_operations())
 
     def finish(
@@ -256,7 +253,7 @@ class Guards:
             if len(gradients) == 1:
                 never = _never(_result(end))
                 for guard in self._guards[gradients.pop()]:
-                    private_tf.replace_input(guard, 0, never)
+                    private_tf.read_instead([guard], guard.inputs[0], never)
 
     def _gradients_of(self, op: tf.Operation) -> set[tf.Operation]:
         """The gradients that an operation was made of after the pass."""

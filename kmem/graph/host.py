@@ -99,12 +99,12 @@ def read_what_came_back() -> None:
     for pair in reversed(_came_back.pop(graph)):
         tensor, result = map(graph.get_tensor_by_name, pair)
         before = ordering.ancestors([result.op])
-        for reader in tensor.consumers():
-            if places[reader] < places[result.op] or reader in before:
-                continue
-            for index, read in enumerate(reader.inputs):
-                if read is tensor:
-                    private_tf.replace_input(reader, index, result)
+        later = [
+            reader
+            for reader in tensor.consumers()
+            if places[reader] >= places[result.op] and reader not in before
+        ]
+        private_tf.read_instead(later, tensor, result)
 
 
 @functools.cache

@@ -163,10 +163,7 @@ class _Renewal:
         (old,) = op.outputs
         readers = old.consumers()
         new = self._renewed[old.ref()] = self._anew(op, arguments)
-        for reader in readers:
-            for index, read in enumerate(reader.inputs):
-                if read is old:
-                    private_tf.replace_input(reader, index, new)
+        private_tf.read_instead(readers, old, new)
 
     def _argument(self, tensor: tf.Tensor, kind: str) -> tf.Tensor:
         """What an operation of a kind reads in the place of a tensor."""

@@ -229,8 +229,8 @@ def keep_residuals(
     both = _results(pairs(first, second))
     first_outputs = {repeated.ref(): output for output, repeated in both}
     for op in gradient:
-        for index, tensor in enumerate(op.inputs):
+        for tensor in op.inputs:
             source = fusion.source(tensor, COPIES)
             output = first_outputs.get(source.ref())
             if output is not None:
-                private_tf.replace_input(op, index, output)
+                private_tf.read_instead([op], tensor, output)

@@ -287,10 +287,9 @@ def _taken(rows: slice, spec, array: tf.Tensor):
     if isinstance(spec, tf.SparseTensorSpec):
         return tf.sparse.from_dense(array[rows])
     if isinstance(spec, tf.RaggedTensorSpec):
-        is_nested = spec.ragged_rank > 1
         return tf.RaggedTensor.from_tensor(
             array[rows],
-            lengths=None if is_nested else _LENGTHS[rows],
+            lengths=_LENGTHS[rows] if spec.ragged_rank == 1 else None,
             ragged_rank=spec.ragged_rank,
             row_splits_dtype=spec.row_splits_dtype,
         )

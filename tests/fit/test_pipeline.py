@@ -146,7 +146,8 @@ def test_a_step_that_refuses_random_numbers_is_refused_by_name(options):
     x = -np.abs(X)
     with pytest.raises(ValueError, match="must take random numbers .*x < y"):
         kmem.wrap(model).fit(x, x[:, :1], verbose=0, **options)
-    kmem.wrap(model).fit(x, x[:, :1], verbose=0, microbatches=2)
+    with pytest.warns(UserWarning, match="perhaps the loss of"):
+        kmem.wrap(model).fit(x, x[:, :1], verbose=0, microbatches=2)
 
 
 TABLE = pandas.DataFrame(X.astype("float64"), columns=list("abcd"))
