@@ -39,10 +39,8 @@ class Network:
     """
 
     def __init__(self, num_processes: int, private: bool):
-        self._resources = contextlib.ExitStack()
         self.namespaces: tuple[int, ...] = ()
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(self.close)
+        with contextlib.ExitStack() as self._resources:
             self._guardian = self._start_guardian(private)
             # The guardian's one line: why it has no network of its own.
             self.refusal = self._guardian.stdout.readline().strip()
@@ -58,7 +56,8 @@ class Network:
                 {"TF_CONFIG": tf_config(self.addresses, rank), **settings}
                 for rank in range(num_processes)
             ]
-            on_error.pop_all()
+            # Without an error they stay until `close`.
+            self._resources = self._resources.pop_all()
         if private and self.refusal:
             warnings.warn(
                 "TensorFlow's servers listen on every network interface of "

@@ -6,6 +6,7 @@ perhaps all are started again. What this module does not do: choose devices.
 """
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import pathlib
@@ -41,6 +42,7 @@ _OUTPUT_SECONDS = 1.0
 _writing = threading.Lock()
 
 
+@dataclasses.dataclass(eq=False)
 class RankFailed(RuntimeError):
     """A process that a launch has started has failed.
 
@@ -51,26 +53,17 @@ class RankFailed(RuntimeError):
             process that was killed.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        cause: str,
-        exit_code: int,
-        traceback: str = "",
-        seconds: float = 0.0,
-    ):
-        super().__init__(f"rank {rank} failed first: {cause}")
-        self.rank = rank
-        self.cause = cause
-        self.exit_code = exit_code
-        self.traceback = traceback
-        # When the rank said so; 0 of one that ended and did not.
-        self.seconds = seconds
-        # Those that had ended before, and have not failed.
-        self.ended: list[int] = []
+    rank: int
+    cause: str
+    exit_code: int
+    traceback: str = ""
+    # When the rank said so; 0 of one that ended and did not.
+    seconds: float = 0.0
+    # Those that had ended before, and have not failed.
+    ended: list[int] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [super().__str__()]
+        lines = [f"rank {self.rank} failed first: {self.cause}"]
         if self.ended:
             listed = ", ".join(map(str, self.ended))
             lines.append(f"Ended before that, without an error: {listed}")
