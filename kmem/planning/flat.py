@@ -106,13 +106,10 @@ def kept_bytes(network: Network) -> np.ndarray:
     """Stage -> the bytes that it makes for a backward pass to read."""
     stages = [stage for stage in network.stages if stage.has_backward]
     kept_values = {value for stage in stages for value in stage.kept}
+    sizes = network.value_bytes
     return np.array(
         [
-            sum(
-                network.value_bytes[v]
-                for v in stage.outputs
-                if v in kept_values
-            )
+            sum(sizes[v] for v in kept_values.intersection(stage.outputs))
             + stage.residual_bytes * stage.has_backward
             for stage in network.stages
         ]
@@ -317,7 +314,7 @@ def _faster(network: Network, point: Point, enough_bytes: int) -> Point:
     stages = network.stages
 
     def seconds(segment: Segment) -> float:
-        again = network.recomputed(segment)
+        again, _ = network.again(segment)
         return sum(stages[index].forward_seconds for index in again)
 
     for segment in sorted(point.segments, key=seconds, reverse=True):

@@ -10,6 +10,7 @@ Beaumont et al. (2019) call memory-persistent.
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence
 
 import numpy as np
@@ -265,27 +266,19 @@ class Network:
         reads, or what leads to that: not, say, a convolution whose output
         nobody within needs.
         """
-        order = list(range(len(self.stages)))
-        self._append_backward(order, 0, len(self.stages), segments)
-        return tuple(order)
+        count = len(self.stages)
+        return (*range(count), *self._backward(0, count, segments))
 
-    def _append_backward(self, order, start, stop, segments) -> None:
+    def _backward(self, start: int, stop: int, segments) -> Iterator[int]:
         for item in reversed(_items(start, stop, segments)):
             if isinstance(item, Segment):
+                again, read = self.again(item)
                 if item.on_host:
-                    order += [~value for value in sorted(self.retained(item))]
-                order += self.recomputed(item)
-                self._append_backward(order, item.start, item.stop, item.inner)
+                    yield from (~value for value in sorted(read))
+                yield from again
+                yield from self._backward(item.start, item.stop, item.inner)
             elif item in self.backward_index:
-                order.append(self.backward_index[item])
-
-    def recomputed(self, segment: Segment) -> list[int]:
-        """The stages that run again before a segment's backward pass."""
-        return self._walk(segment)[0]
-
-    def retained(self, segment: Segment) -> set[int]:
-        """The values from before a segment that its recomputation reads."""
-        return self._walk(segment)[1]
+                yield self.backward_index[item]
 
     @functools.cached_property
     def num_reads(self) -> np.ndarray:
@@ -299,7 +292,9 @@ class Network:
         is_free = self.num_reads[start] == self.num_reads[stop]
         return self.host_seconds is not None and bool(is_free)
 
-    def _walk(self, segment: Segment) -> tuple[list[int], set[int]]:
+    def again(self, segment: Segment) -> tuple[list[int], set[int]]:
+        """The stages that run again before a segment's backward pass, and the
+        values from before the segment that they read."""
         needed: set[int] = set()
         order: list[int] = []
 
@@ -312,7 +307,7 @@ class Network:
         items = _items(segment.start, segment.stop, segment.inner)
         for item in reversed(items):
             if isinstance(item, Segment):
-                inner = self.retained(item)
+                _, inner = self.again(item)
                 for index in range(item.stop - 1, item.start - 1, -1):
                     if needed.intersection(self.stages[index].outputs):
                         run(index)

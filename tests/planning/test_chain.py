@@ -225,7 +225,7 @@ def _stage(name, value, kept, seconds=1.0) -> Stage:
 def test_keeps_the_outputs_of_convolutions_and_runs_the_cheap_again():
     network = _blocks(4)
     point = choosing.ChainSolver(network).within(70)
-    again = [i for s in point.segments for i in network.recomputed(s)]
+    again = [i for s in point.segments for i in network.again(s)[0]]
     assert point.segments == (Segment(0, 3), Segment(3, 6), Segment(6, 9))
     assert point.seconds == 48 + 3 * 2
     assert {network.stages[i].name for i in again} == {"norm", "relu"}

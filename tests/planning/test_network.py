@@ -110,10 +110,8 @@ def test_recomputation_leaves_out_what_nobody_reads():
     network = _layers()
     # The activation's output is kept by its own backward pass; nobody within
     # reads what the convolution makes.
-    assert network.recomputed(Segment(0, 3)) == [0, 1]
-    assert network.retained(Segment(0, 3)) == {0}
-    assert network.recomputed(Segment(2, 3)) == []
-    assert network.retained(Segment(2, 3)) == {2}
+    assert network.again(Segment(0, 3)) == ([0, 1], {0})
+    assert network.again(Segment(2, 3)) == ([], {2})
     assert network.schedule((Segment(0, 3),)) == (0, 1, 2, 0, 1, 3, 4, 5)
 
 
@@ -134,7 +132,7 @@ def test_an_inner_segment_at_the_end_is_run_once():
     network = cases.chain([1] * 5, [1] * 4, [1] * 4)
     plan = (Segment(0, 4, (Segment(2, 4),)),)
     assert network.schedule(plan).count(2) == 2
-    assert network.recomputed(plan[0]) == [0, 1]
+    assert network.again(plan[0])[0] == [0, 1]
 
 
 def test_segments_keep_to_lines_and_to_stages_that_may_run_twice():
