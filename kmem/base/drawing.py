@@ -15,8 +15,11 @@ from kmem.base import checks
 from kmem.base.sizes import format_size
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+else:
+    # Matplotlib may be missing.
+    Axes = Figure = Any
 
 GREY = "#80868b"
 BLUE = "#1a73e8"
@@ -49,7 +52,7 @@ class Shown:
         return f"<pre>{html.escape(self.summary())}</pre>"
 
 
-def new_figure(subject: str) -> "Figure":
+def new_figure(subject: str) -> Figure:
     """An empty figure, or an ImportError that names the subject."""
     checks.require(f"Drawing {subject}", "plot", "matplotlib")
     # Not by way of pyplot, whose backend is the program's own choice.
@@ -76,7 +79,7 @@ def mark_budget(line: Callable, num_bytes: int, unit: float) -> None:
     line(num_bytes / unit, **style, label=label)
 
 
-def bands(axes: "Axes", edges: Any, kinds: dict[str, Any], unit: float) -> None:
+def bands(axes: Axes, edges: Any, kinds: dict[str, Any], unit: float) -> None:
     """Draws bytes over a step, of each kind upon those before, and says at
     the peak what they are."""
     total: Any = sum(kinds.values())
@@ -99,7 +102,7 @@ def bands(axes: "Axes", edges: Any, kinds: dict[str, Any], unit: float) -> None:
 
 
 def finish(
-    axes: "Axes", title: str = "", columns_below: int = 0, **legend: Any
+    axes: Axes, title: str = "", columns_below: int = 0, **legend: Any
 ) -> None:
     """Heads a picture, and tells in a legend what its artists are: within it,
     or below, in so many columns, those of all of the figure."""

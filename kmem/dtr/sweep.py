@@ -7,16 +7,11 @@ import dataclasses
 import math
 import os
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 from typing import Any
 
 from kmem.base import drawing
 from kmem.base.sizes import format_size
 from kmem.options import DTR
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _MOST_SLOWDOWN = 1.3
 
@@ -187,7 +182,7 @@ def check_points(thresholds: Collection) -> None:
         )
 
 
-def _figure(sweep: Sweep) -> "Figure":
+def _figure(sweep: Sweep) -> drawing.Figure:
     """A figure with two axes: the time of a step and its peak, both over the
     threshold."""
     check_points([format_size(row.threshold_bytes) for row in _curve(sweep)])
@@ -198,7 +193,7 @@ def _figure(sweep: Sweep) -> "Figure":
     return result
 
 
-def _draw_time(axes: "Axes", sweep: Sweep) -> None:
+def _draw_time(axes: drawing.Axes, sweep: Sweep) -> None:
     rows = _curve(sweep)
     recommended = sweep.recommended
     # What cannot run, and takes for ever, leaves a gap.
@@ -234,7 +229,7 @@ def _draw_time(axes: "Axes", sweep: Sweep) -> None:
     drawing.finish(axes, title)
 
 
-def _draw_peak(axes: "Axes", sweep: Sweep) -> None:
+def _draw_peak(axes: drawing.Axes, sweep: Sweep) -> None:
     rows = [row for row in _curve(sweep) if not row.error]
     thresholds = _thresholds(rows)
     peaks = [(row.peak_bytes or 0) / 1e6 for row in rows]
@@ -252,7 +247,7 @@ def _draw_peak(axes: "Axes", sweep: Sweep) -> None:
     drawing.finish(axes)
 
 
-def _mark(axes: "Axes", height: float, label: str, line: str) -> None:
+def _mark(axes: drawing.Axes, height: float, label: str, line: str) -> None:
     axes.axhline(height, color=drawing.GREY, linestyle=line, label=label)
 
 

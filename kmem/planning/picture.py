@@ -6,7 +6,6 @@ of the model it is (the strip, in which a stage is as wide as what its
 backward pass would keep).
 """
 
-from typing import TYPE_CHECKING
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,7 @@ import numpy as np
 from kmem.base import drawing
 from kmem.base.sizes import format_size
 from kmem.planning import flat
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from kmem.planning.graph import Simulation
+from kmem.planning.graph import Simulation
 
 _LIGHT_GREY = "#e3e5e8"
 _LIGHT_BLUE = "#cfe1fb"
@@ -33,7 +27,7 @@ _NUM_RUNS = (
 _NUM_NAMES = 5
 
 
-def figure(plan: Any) -> "Figure":
+def figure(plan: Any) -> drawing.Figure:
     """Draws a plan as a figure, to be changed or shown in a notebook.
 
     Returns:
@@ -60,7 +54,7 @@ def _title(plan: Any) -> str:
     )
 
 
-def _draw_memory(axes: "Axes", plan: Any) -> None:
+def _draw_memory(axes: drawing.Axes, plan: Any) -> None:
     graph = plan.network.graph
     # Less than none where operations need more one by one than together.
     base_bytes = max(0, plan.resident_bytes + graph.constant_bytes)
@@ -69,7 +63,7 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
     base = base_bytes / scale
     peaks = [highest, plan.predicted_peak_bytes, plan.budget_bytes or 0]
 
-    def curve(simulation: "Simulation", schedule, label: str, **style):
+    def curve(simulation: Simulation, schedule, label: str, **style):
         seconds = [graph.step(index).seconds for index in schedule]
         edges = np.cumsum([0.0, *seconds])
         in_use = np.array(simulation.step_bytes) + plan.resident_bytes
@@ -108,7 +102,7 @@ def _draw_memory(axes: "Axes", plan: Any) -> None:
     drawing.finish(axes, _title(plan), loc="upper center", ncols=3)
 
 
-def _draw_stages(axes: "Axes", plan: Any) -> None:
+def _draw_stages(axes: drawing.Axes, plan: Any) -> None:
     stages = plan.network.stages
     runs = [index for index in plan.schedule if index >= 0]
     counts = np.bincount(runs, minlength=len(stages))[: len(stages)]

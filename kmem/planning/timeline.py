@@ -6,16 +6,12 @@ peak, with their names.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 from typing import Any
 
 import numpy as np
 
 from kmem.base import drawing
 from kmem.base.sizes import format_size
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _NUM_NAMES = 10
 
@@ -69,7 +65,7 @@ class Timeline:
     tensors: tuple[TensorAtPeak, ...] = ()
 
 
-def figure(timeline: Timeline) -> "Figure":
+def figure(timeline: Timeline) -> drawing.Figure:
     """A figure with two axes: the bytes of a step, and the largest tensors."""
     drawn = drawing.new_figure("an estimate")
     memory, names = drawn.subplots(1, 2, width_ratios=(3, 2))

@@ -84,8 +84,7 @@ def report(
     text = _page(memory_report, model.name, dict(drawn.values()))
     path.write_text(text, encoding="utf-8")
     if log_dir is not None:
-        by_name = {name: png for name, (_, png) in drawn.items()}
-        _write_images(by_name, log_dir)
+        _write_images(drawn, log_dir)
 
 
 def _profiled(model, memory_report: MemoryReport) -> pictures.Graphs:
@@ -123,13 +122,13 @@ def _draw(
     return drawn
 
 
-def _write_images(drawn: dict[str, bytes], log_dir: str | os.PathLike) -> None:
-    """Writes PNGs as images of step 0, without the package TensorBoard."""
+def _write_images(drawn, log_dir: str | os.PathLike) -> None:
+    """Writes what `_draw` gives as images of step 0, without TensorBoard."""
     metadata = tf.compat.v1.SummaryMetadata()
     metadata.plugin_data.plugin_name = "images"
     writer = tf.summary.create_file_writer(str(log_dir))
     with writer.as_default(step=0):
-        for name, png in drawn.items():
+        for name, (_, png) in drawn.items():
             # A PNG's header is of 24 bytes; the last 8 are its size.
             width, height = struct.unpack(">2I", png[16:24])
             image = [str(width).encode(), str(height).encode(), png]

@@ -5,7 +5,6 @@ is that of its row in the page's table.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,9 +16,6 @@ from kmem.budget.report import describe
 from kmem.options import MemoryOptions
 from kmem.planning.graph import Graph
 from kmem.planning.graph import simulate
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _MARKERS = {
     "neither": ("X", "black"),
@@ -33,7 +29,7 @@ Graphs = dict[MemoryOptions, Graph]
 _NUM_NAMED = 20
 
 
-def draw_step(report: MemoryReport, graphs: Graphs) -> "Figure":
+def draw_step(report: MemoryReport, graphs: Graphs) -> drawing.Figure:
     """What memory is used for over the step, before and after."""
     choices = [report.plain][report.is_plain :] + [report.chosen]
     figure = drawing.new_figure("a report")
@@ -108,7 +104,7 @@ def step_of(
     return seconds, {k: each for k, each in kinds.items() if each.any()}
 
 
-def draw_choices(report: MemoryReport) -> "Figure":
+def draw_choices(report: MemoryReport) -> drawing.Figure:
     """The choices by peak and time, with those that are best for their peak."""
     figure = drawing.new_figure("a report")
     axes, names = figure.subplots(1, 2, width_ratios=(3, 1))
