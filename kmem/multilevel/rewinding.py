@@ -16,7 +16,6 @@ from kmem.graph import control
 from kmem.multilevel import updates
 from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
-from kmem.multilevel.updates import Step
 
 
 def split(num_steps: int, num_waiting: int) -> int:
@@ -44,10 +43,10 @@ def kept(num_steps: int, num_waiting: int) -> list[int]:
 
 def rewound(
     level: Derivatives,
-    steps: list[Step],
+    steps: list[updates.Step],
     num_waiting: int | None,
     arrived: Tensors,
-) -> Iterator[Step]:
+) -> Iterator[updates.Step]:
     """The steps from the last to the first, with their states and gradients.
 
     Args:
@@ -78,7 +77,7 @@ def rewound(
 
 
 def _make_again(
-    level: Derivatives, steps: list[Step], gradients: Tensors
+    level: Derivatives, steps: list[updates.Step], gradients: Tensors
 ) -> None:
     """Gives the last of some steps its state, from that of the first."""
     values, _ = control.after(gradients, steps[0].values, [])

@@ -5,6 +5,7 @@ gradient is that of its own loss, and what reaches its variables through the
 levels below, which have just been updated.
 """
 
+import dataclasses
 import warnings
 from typing import Any
 from typing import NoReturn
@@ -27,6 +28,7 @@ from kmem.multilevel.workers import num_replicas
 _LOOPED_STEPS = 4
 
 
+@dataclasses.dataclass
 class Round:
     """One update of the top level; on each replica its own.
 
@@ -38,18 +40,13 @@ class Round:
             leaves of a gradient, relative to the gradient.
     """
 
-    def __init__(
-        self,
-        structure: Structure,
-        data: dict[str, Any],
-        losses: list[list[keras.metrics.Mean]],
-        residuals: list[keras.metrics.Mean | None],
-    ):
-        self._structure = structure
-        self._levels = structure.levels
-        self._data = data
-        self._losses = losses
-        self._residuals = residuals
+    structure: Structure
+    data: dict[str, Any]
+    losses: list[list[keras.metrics.Mean]]
+    residuals: list[keras.metrics.Mean | None]
+
+    def __post_init__(self):
+        self._levels = self.structure.levels
         # Tensors within a loop of the graph.
         self._taken: list[Any] = [0] * len(self._levels)
         # Of each level the last batch, and its loss's state before that.
@@ -60,12 +57,12 @@ class Round:
     def update(self, number: int) -> None:
         """Updates a level, once the levels below have been."""
         level = self._levels[number]
-        children = self._structure.children[number]
+        children = self.structure.children[number]
         # What levels that roll back were before their steps.
         starts = []
         for child in children:
             if self._levels[child].roll_back:
-                own = self._structure.optimizers[child].variables
+                own = self.structure.optimizers[child].variables
                 variables = [*self._levels[child].model.variables, *own]
                 starts.append((child, variables, read(variables)))
         sums: Tensors = []
@@ -87,7 +84,7 @@ class Round:
         level = self._levels[number]
         if level.start is not None:
             assign(level.model.weights, read(level.start.weights))
-            for variable, value in self._structure.fresh[number]:
+            for variable, value in self.structure.fresh[number]:
                 assign([variable], [tf.broadcast_to(value, variable.shape)])
 
     def _take_steps(self, number: int) -> None:
@@ -132,7 +129,7 @@ class Round:
         self._last[number] = batch, read(level.state)
         for each in self._levels:
             each.reached.clear()
-        scale = _scale(self._structure.optimizers[number])
+        scale = _scale(self.structure.optimizers[number])
         with together(each.scaled(scale) for each in self._levels):
             wrt = self._variables(path)
             logged, gradients = level.loss_and_gradient(batch, wrt)
@@ -141,20 +138,20 @@ class Round:
         if not reached:
             self._refuse_standing_still(number)
         self._warn_of_standing_still(number, reached)
-        for tracker, value in zip(self._losses[number], logged, strict=True):
+        for tracker, value in zip(self.losses[number], logged, strict=True):
             tracker.update_state(value)
         return total
 
     def _variables(self, path: tuple[int, ...]) -> list:
         """Those to which a gradient goes on that came along a path."""
-        onward = self._structure.onward[path]
+        onward = self.structure.onward[path]
         return [v for other in onward for v in self._levels[other].variables]
 
     def _arriving(self, path: tuple[int, ...], gradients: Tensors) -> Tensors:
         """The sum of what arrives at a path's first level, of gradients with
         regard to the variables to which it goes on."""
         rest, total = iter(gradients), []
-        for other in self._structure.onward[path]:
+        for other in self.structure.onward[path]:
             each = [next(rest) for _ in self._levels[other].variables]
             if other != path[0]:
                 each = self._through((*path, other), each)
@@ -166,11 +163,11 @@ class Round:
         number = path[-1]
         level, (batch, state) = self._levels[number], self._last[number]
         level.residuals.clear()
-        guess = self._structure.guesses.get(path, [])
+        guess = self.structure.guesses.get(path, [])
         with level.replayed(batch, state), level.guessing(guess):
             wrt = self._variables(path)
             products = level.hypergradient(vector, level, batch, wrt)
-        tracker = self._residuals[number]
+        tracker = self.residuals[number]
         if tracker is not None:
             for residual in level.residuals:
                 tracker.update_state(residual)
@@ -180,7 +177,7 @@ class Round:
         """The variables of a path's first level to which a gradient comes
         along any path that goes on from it; by their identities."""
         arrived: set[int] = set()
-        for other in self._structure.onward[path]:
+        for other in self.structure.onward[path]:
             variables = map(id, self._levels[other].variables)
             reached = self._levels[path[-1]].reached.intersection(variables)
             if reached and other != path[0]:
@@ -192,10 +189,10 @@ class Round:
         """Says once which of a level's variables are without a gradient."""
         level = self._levels[number]
         if len(reached) == len(level.variables) or (
-            number in self._structure.told_of
+            number in self.structure.told_of
         ):
             return
-        self._structure.told_of.add(number)
+        self.structure.told_of.add(number)
         paths = [v.path for v in level.variables if id(v) not in reached]
         more = f", and {len(paths) - 4} more" if len(paths) > 4 else ""
         warnings.warn(
@@ -210,7 +207,7 @@ class Round:
         names = [level.name for level in self._levels]
         received = ", ".join(
             " -> ".join(names[each] for each in route)
-            for route in routes(self._structure.onward, number)
+            for route in routes(self.structure.onward, number)
         )
         raise ValueError(
             "A level's loss must have a gradient with regard to its variables, "
@@ -224,7 +221,7 @@ class Round:
     def _apply(self, number: int, gradients: Tensors) -> None:
         level, (batch, state) = self._levels[number], self._last[number]
         step = None
-        optimizer = self._structure.optimizers[number]
+        optimizer = self.structure.optimizers[number]
         scale = _scale(optimizer)
         if number in self._known:
             keeps = level.keeps(len(level.steps))
@@ -239,10 +236,10 @@ class Round:
     def _next_batch(self, number: int) -> Any:
         """The level's next batch: the union of several if it accumulates."""
         level = self._levels[number]
-        data = self._data[level.name]
+        data = self.data[level.name]
         start = self._taken[number]
         self._taken[number] += level.num_batches
-        if self._structure.num_batches[level.name] == 1:
+        if self.structure.num_batches[level.name] == 1:
             return data
         places = [start + i for i in range(level.num_batches)]
         # A slice from a place that is not known has no known length, for XLA.

@@ -29,8 +29,6 @@ from kmem.sharding.engine import engine
 from kmem.sharding.gathering import LARGE_BYTES
 from kmem.sharding.gathering import gathered
 from kmem.sharding.slices import Slices
-from kmem.sharding.training import ShardedTraining
-from kmem.sharding.variables import ShardedVariable
 from kmem.step import accumulation
 from kmem.step.parts import Alone
 from kmem.step.parts import Slice
@@ -63,7 +61,7 @@ class SeveralProcesses(Slices, OneProcess):
         weights: All variables of the program.
     """
 
-    def __init__(self, trained: ShardedTraining, weights: list):
+    def __init__(self, trained: training.ShardedTraining, weights: list):
         super().__init__(engine())
         self._trained = trained
         self._weights = weights
@@ -100,7 +98,7 @@ class SeveralProcesses(Slices, OneProcess):
     def apply(self, optimizer, gradients, variables):
         own = [
             v.shard.layout.cut(g, v.shard.rank)
-            if isinstance(v, ShardedVariable)
+            if isinstance(v, shards.ShardedVariable)
             else g
             for g, v in zip(gradients, variables, strict=True)
         ]
@@ -109,7 +107,7 @@ class SeveralProcesses(Slices, OneProcess):
 
     def _gathered(self):
         """Within, weights that are in shards are whole."""
-        cut = [v for v in self._weights if type(v) is ShardedVariable]
+        cut = [v for v in self._weights if type(v) is shards.ShardedVariable]
         if not cut:
             return contextlib.nullcontext()
         wholes = gathered([variable.shard for variable in cut], "weights")
@@ -162,7 +160,9 @@ def in_shards(levels: list, optimizers: list, option: Sharding):
             replaced = patching.attribute(level.model, "optimizer", optimizer)
             stack.enter_context(replaced)
             trained.append(
-                ShardedTraining(level.model, optimizer, option, num_batches=1)
+                training.ShardedTraining(
+                    level.model, optimizer, option, num_batches=1
+                )
             )
         for level, each in zip(levels, trained, strict=True):
             each.start()
