@@ -15,7 +15,6 @@ import dataclasses
 import math
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from kmem import memory
@@ -29,7 +28,6 @@ from kmem.budget.trial import with_count
 from kmem.keras_graph import profiling
 from kmem.multilevel import level_plan
 from kmem.multilevel.level import Level
-from kmem.multilevel.structure import Structure
 from kmem.options import MemoryOptions
 from kmem.options import Remat
 from kmem.planning.bounds import InfeasibleBudget
@@ -67,35 +65,28 @@ def checked_bytes(levels: list[Level], options: MemoryOptions) -> int | None:
     return inference.budget_bytes(options)
 
 
+@dataclasses.dataclass
 class Choosing:
     """What the levels of a program can do to stay within a budget.
 
     Args:
-        program: The program, whose state is given back after each dry run.
-        structure: Its levels, built.
+        program: The `Program`, whose state is given back after each dry run.
         shares: For each level's name, a replica's batch as `tf.TensorSpec`s.
-        element: The types of what a replica's step is given.
         options: Those of `fit`, with `memory_budget`.
         budget_bytes: The device's peak during a step.
     """
 
-    def __init__(
-        self,
-        program: keras.Model,
-        structure: Structure,
-        shares: dict[str, Any],
-        element: dict[str, Any],
-        options: MemoryOptions,
-        budget_bytes: int,
-    ):
-        self._program = program
-        self._structure = structure
-        self._shares = shares
-        self._element = element
-        self._received = received_budget(options.memory_budget, budget_bytes)
-        self._mode: Any = profiling.mode(program)
-        self._reserved = level_plan.reserved_bytes(element)
-        self._budget_bytes = self._room = budget_bytes
+    program: Any
+    shares: dict[str, Any]
+    options: MemoryOptions
+    budget_bytes: int
+
+    def __post_init__(self):
+        asked = self.options.memory_budget
+        self._received = received_budget(asked, self.budget_bytes)
+        self._mode: Any = profiling.mode(self.program)
+        self._reserved = level_plan.reserved_bytes(self.program.element)
+        self._room = self.budget_bytes
         # What the level that is looked at was seen to need at the least.
         self._least_bytes = math.inf
 
@@ -109,7 +100,7 @@ class Choosing:
         try:
             peak_bytes = self._choose_all()
         except BaseException:
-            for level in self._structure.levels:
+            for level in self.program.levels:
                 level.options, level.plan = level.given_options, None
             raise
         if verbose:
@@ -117,17 +108,17 @@ class Choosing:
 
     def _choose_all(self) -> float:
         """Chooses for all levels; returns the peak of whole steps."""
-        levels = self._structure.levels
+        levels = self.program.levels
         for _ in range(tuning.MAX_ATTEMPTS):
             for level in levels:
                 self._choose(level)
             peak_bytes = self._peak_bytes(levels)
-            if peak_bytes <= self._budget_bytes:
+            if peak_bytes <= self.budget_bytes:
                 return peak_bytes
             if peak_bytes == math.inf:
                 break
             alone = max(self._peak_bytes([level]) for level in levels)
-            excess = int(peak_bytes) - self._budget_bytes
+            excess = int(peak_bytes) - self.budget_bytes
             self._room = int(min(alone, self._room)) - excess
         self._least_bytes = math.inf
         raise self._impossible("whole steps, in which all levels compute")
@@ -171,7 +162,7 @@ class Choosing:
     def _counts(self, level: Level) -> list[int]:
         """In how many micro-batches its batches may come."""
         given = level.given_options.num_parts
-        share = self._shares[level.name]
+        share = self.shares[level.name]
         rows = batches.num_rows(share)
         if given > 1 or rows is None or not batches.can_be_split(share):
             return [given]
@@ -180,7 +171,7 @@ class Choosing:
     def _fits(self, level: Level, options: MemoryOptions) -> bool:
         """Whether the level's steps do under some options, which it keeps."""
         level.options = options
-        part = batches.part_of(self._shares[level.name], options.num_parts)
+        part = batches.part_of(self.shares[level.name], options.num_parts)
         try:
             level.look(part, self._mode)
         except tf.errors.ResourceExhaustedError:
@@ -203,14 +194,12 @@ class Choosing:
         return math.inf if step is None else step.peak_bytes + self._reserved
 
     def _measured(self, levels: list[Level]):
-        return level_plan.measure(
-            self._program, self._structure, levels, self._element
-        )
+        return level_plan.measure(self.program, levels)
 
     def _impossible(self, subject: str) -> ValueError:
         known = "a larger budget"
         if self._least_bytes < math.inf:
-            least = self._least_bytes + self._budget_bytes - self._room
+            least = self._least_bytes + self.budget_bytes - self._room
             # It is measured anew when it is asked for.
             least = math.ceil(least / (1 - 2 * tuning.MARGIN))
             known = f"a budget of {least} bytes ({format_size(least)}) or more"
@@ -222,7 +211,7 @@ class Choosing:
     def _summary(self, peak_bytes: float) -> str:
         """One line for the log."""
         lines = []
-        for level in self._structure.levels:
+        for level in self.program.levels:
             line = f"{level.name}: {describe(level.options)}"
             if level.options.num_parts > 1 and level.state:
                 # What a loss assigns is made from what it is given.

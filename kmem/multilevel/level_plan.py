@@ -13,6 +13,7 @@ together; each waits for the variables that the one before updates.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -168,29 +169,20 @@ class LevelPlan:
         self._segments = plan.segments
 
 
-def plan_within_budgets(program: keras.Model, structure, element) -> None:
-    """Plans all levels of a program that have a budget.
-
-    Args:
-        program: The program, whose state is given back.
-        structure: Its levels, built; a `Structure`.
-        element: The types of what a replica's step is given.
+def plan_within_budgets(program: Any) -> None:
+    """Plans all levels of a `Program` that have a budget; its state is given
+    back.
 
     Raises:
         ValueError: If a level has no plan within its budget.
     """
-    reserved = reserved_bytes(element)
-    for level in structure.levels:
-        if level.plan is None or not level.plan.has_budget:
-            continue
-        if memory.is_counted():
-            level.plan.choose(
-                lambda each=level: measure(program, structure, [each], element),
-                reserved,
-            )
-        else:
-            held = [_state(program, structure), element]
-            level.plan.choose(reserved=reserved + batches.num_bytes(held))
+    reserved = reserved_bytes(program.element)
+    if not memory.is_counted():
+        reserved += batches.num_bytes([_state(program), program.element])
+    for level in program.levels:
+        if level.plan is not None and level.plan.has_budget:
+            run = functools.partial(measure, program, [level])
+            level.plan.choose(run if memory.is_counted() else None, reserved)
 
 
 def reserved_bytes(element) -> int:
@@ -198,33 +190,31 @@ def reserved_bytes(element) -> int:
     return pipeline.ready_bytes(element, 2)
 
 
-def measure(
-    program, structure, levels: list, element
-) -> dry_run.Measurement | None:
+def measure(program: Any, levels: list) -> dry_run.Measurement | None:
     """Runs steps in which only some levels compute, and leaves no trace; `None`
-    if they ran out of memory. For the rest see `plan_within_budgets`."""
-    state = _state(program, structure)
-    undone = undoing.unchanged(state, program.metrics)
-    training = _alone(program, structure, levels)
-    return dry_run.dry_run(program, element, undone, training)
+    if they ran out of memory."""
+    undone = undoing.unchanged(_state(program), program.metrics)
+    training = _alone(program, levels)
+    return dry_run.dry_run(program, program.element, undone, training)
 
 
 @contextlib.contextmanager
-def _alone(program, structure, levels: list) -> Iterator[None]:
+def _alone(program, levels: list) -> Iterator[None]:
     """Within, the program trains some of its levels."""
-    others = [x for x in structure.levels if x not in levels]
+    others = [x for x in program.levels if x not in levels]
     trained = member(program, "train_function", None)
     with trained, together(x.idle() for x in others):
         program.make_train_function()
         yield
 
 
-def _state(program, structure) -> list:
+def _state(program) -> list:
     """What a step may change."""
+    structure = program.structure
     variables = [
         *(v for metric in program.metrics for v in metric.variables),
-        *(v for level in structure.levels for v in level.model.variables),
-        *(v for level in structure.levels for v in level.state),
+        *(v for level in program.levels for v in level.model.variables),
+        *(v for level in program.levels for v in level.state),
         *(v for guess in structure.guesses.values() for v in guess),
         *(v for each in structure.optimizers for v in each.variables),
     ]

@@ -97,8 +97,9 @@ class Program(keras.Model):
         self._losses: Any = []
         self._residuals = logs.residual_trackers(levels)
         self._optimizers = [level.optimizer for level in levels]
-        self._structure: Any = None
-        self._element: dict[str, Any] = {}
+        # Its levels, built, and the types of what a replica's step is given.
+        self.structure: Any = None
+        self.element: dict[str, Any] = {}
         self._prepared_for: tuple | None = None
         self._validation_model: Any = None
         self.compile()
@@ -151,7 +152,7 @@ class Program(keras.Model):
             x.options.remat is not None or x.options is not x.given_options
             for x in self.levels
         )
-        if self._structure is not None and not replans:
+        if self.structure is not None and not replans:
             return
         specs = feeding.first_batches(data)
         mode = profiling.mode(self)
@@ -171,28 +172,27 @@ class Program(keras.Model):
         edges = structure.find_edges(self.levels, microbatches, mode)
         edges = structure.choose_edges(self.levels, edges, self._wanted_edges)
         structure.check_responses(self.levels, edges)
-        if self._structure is None:
+        if self.structure is None:
             with strategy.scope():
-                self._structure = structure.Structure(self.levels, edges)
+                self.structure = structure.Structure(self.levels, edges)
                 # What losses give for the logs is known now.
                 self._losses = logs.loss_trackers(self.levels)
-            self._optimizers = self._structure.optimizers
+            self._optimizers = self.structure.optimizers
         self._set_element(specs)
         self.built = True
-        level_plan.plan_within_budgets(self, self._structure, self._element)
+        level_plan.plan_within_budgets(self)
         if budget is not None:
-            around = self._structure, shares, self._element
-            choosing.Choosing(self, *around, options, budget).choose(verbose)
+            choosing.Choosing(self, shares, options, budget).choose(verbose)
         if mode == "eager" and replicas == 1:
             # Else a step is traced before any level is updated, too.
             step = tf.function(self.train_step, autograph=False)
-            step.get_concrete_function(self._element)
+            step.get_concrete_function(self.element)
         self._prepared_for = prepared_for
 
     def _set_element(self, specs: dict[str, Any]) -> None:
         replicas = self.distribute_strategy.num_replicas_in_sync
-        counts = self._structure.num_batches
-        self._element = feeding.element_specs(specs, counts, replicas)
+        counts = self.structure.num_batches
+        self.element = feeding.element_specs(specs, counts, replicas)
 
     def summary(
         self,
@@ -219,19 +219,19 @@ class Program(keras.Model):
             specs = feeding.first_batches(data)
             self.prepare(specs)
             self._set_element(specs)
-        if self._structure is None:
+        if self.structure is None:
             raise ValueError(
                 "`summary` needs the data of the levels: call `summary(data)` "
                 "with what `fit` gets as `x`. Received: data=None"
             )
         peaks = [self._peak(level) for level in self.levels]
-        print_fn(self._structure.table(peaks))
+        print_fn(self.structure.table(peaks))
 
     def _peak(self, level: Level) -> str:
         """The peak of a step in which only one level computes."""
         if not memory.is_counted():
             return "-"
-        step = level_plan.measure(self, self._structure, [level], self._element)
+        step = level_plan.measure(self, [level])
         return "too much" if step is None else format_size(step.peak_bytes)
 
     def fit(
@@ -275,12 +275,12 @@ class Program(keras.Model):
         self._set_validation_model(validation_data, validation_model)
         options = MemoryOptions(memory_budget=memory_budget, sharding=sharding)
         option = options.sharding
-        if option is None and self._structure:
+        if option is None and self.structure:
             workers.make_whole(self.levels, self._optimizers)
         self._prepare(x, options, kwargs.get("verbose") not in (0, 2))
         stream, steps = feeding.stream(
             x,
-            self._structure.num_batches,
+            self.structure.num_batches,
             steps_per_epoch is not None,
             self.distribute_strategy,
         )
@@ -320,7 +320,7 @@ class Program(keras.Model):
 
     def train_step(self, data: dict[str, Any]) -> dict[str, Any]:
         """One update of the top level, and those below as it asks for."""
-        one = Round(self._structure, data, self._losses, self._residuals)
+        one = Round(self.structure, data, self._losses, self._residuals)
         one.update(len(self.levels) - 1)
         for level in self.levels:
             level.steps.clear()
@@ -352,9 +352,9 @@ class Program(keras.Model):
         """Variables that no layer saves, those of the losses included, by the
         names that they are saved under."""
         used = [v for level in self.levels for v in level.state]
-        if self._structure is not None:
+        if self.structure is not None:
             # What solvers have kept for the next step.
-            used += itertools.chain(*self._structure.guesses.values())
+            used += itertools.chain(*self.structure.guesses.values())
         saved = {id(v) for v in self.weights}
         variables = {id(v): v for v in (*self.variables, *used)}
         seeds = [v for key, v in variables.items() if key not in saved]

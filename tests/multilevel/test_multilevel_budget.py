@@ -185,8 +185,8 @@ def needing_more(monkeypatch):
     measure = level_plan.measure
     more_bytes = []
 
-    def measured(program, structure, levels, element):
-        step = measure(program, structure, levels, element)
+    def measured(program, levels):
+        step = measure(program, levels)
         if step is None or len(levels) == 1:
             return step
         peak_bytes = step.peak_bytes + sum(more_bytes)
