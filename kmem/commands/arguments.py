@@ -9,13 +9,9 @@ import contextlib
 import pathlib
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 from typing import Any
 
 from kmem.base.sizes import parse_size
-
-if TYPE_CHECKING:
-    import keras
 
 # What matplotlib draws without a program besides.
 PICTURES = (".png", ".svg", ".pdf")
@@ -126,7 +122,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_model(args: argparse.Namespace) -> "tuple[keras.Model, Any]":
+def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
     """The model, and its batch as `tf.TensorSpec`s, if Keras alone can load the
     file and tell the batch's shape."""
     import keras
@@ -135,7 +131,7 @@ def load_model(args: argparse.Namespace) -> "tuple[keras.Model, Any]":
         with warnings.catch_warnings():
             # One that has not trained has no variables to be loaded.
             warnings.filterwarnings("ignore", "Skipping variable loading")
-            model: Any = keras.saving.load_model(args.model)
+            model = keras.saving.load_model(args.model)
     except Exception as error:  # Whatever the file leads Keras to.
         first_sentence = str(error).strip().partition("\n")[0].split(". ")[0]
         raise WrongArgumentError(

@@ -17,17 +17,12 @@ import pathlib
 import sys
 import textwrap
 import time
-from typing import TYPE_CHECKING
 from typing import Any
 
 from kmem.base import checks
 from kmem.base import drawing
 from kmem.base import native
 from kmem.commands import arguments
-
-if TYPE_CHECKING:
-    import keras
-    import numpy as np
 
 LIMIT_BYTES = 72_000_000
 # What the options are given: the device holds more than the step.
@@ -124,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _model() -> "keras.Model":
+def _model() -> Any:
     import keras
 
     def block(x, num_filters):
@@ -149,7 +144,7 @@ def _model() -> "keras.Model":
     return model
 
 
-def _train(label: str, x: "np.ndarray", y: "np.ndarray") -> Result:
+def _train(label: str, x: Any, y: Any) -> Result:
     """Trains from the same weights, on the same digits in the same order."""
     import keras
     import tensorflow as tf
@@ -182,15 +177,14 @@ def _train(label: str, x: "np.ndarray", y: "np.ndarray") -> Result:
             batch_size=BATCH_SIZE,
             epochs=EPOCHS,
             shuffle=False,
-            # Keras declares a string, and documents integers.
-            verbose=0,  # pyright: ignore[reportArgumentType]
+            verbose=0,
             callbacks=[callbacks.MemoryMonitor("CPU"), clock],
             **RUNS[label],
         ).history
         result.loss = history["loss"][-1]
         result.peak_bytes = int(1e6 * history["memory_peak_mb"][-1])
         if label == BUDGET:
-            report = getattr(model, "memory_report")  # noqa: B009
+            report: Any = model.memory_report
             result.chosen = describe(report.chosen.options)
     except tf.errors.ResourceExhaustedError as error:
         # Of the many lines, the one that tells.
