@@ -16,7 +16,6 @@ but its arguments and Keras's variables; see `CannotCompile`.
 
 import functools
 from collections.abc import Callable
-from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -109,8 +108,10 @@ class CompiledCall:
         needed = ordering.needed(graph, [t.op for t in outputs + fetches])
         forward = [op for op in needed if op in made]
         backward = [op for op in needed if op not in made]
-        _in_order(forward)
-        _in_order(backward)
+        # As they were traced: what would be free to run first differs from one
+        # copy of a graph to the next, and the peak with it.
+        for part in (forward, backward):
+            ordering.chain(op for op in part if op.type not in _NO_WORK)
         backward += [op for op in forward if op.type == "Const"]
         self._forward = _operator(graph, forward, inputs, outputs)
         self._backward = _operator(graph, backward, kept + given, fetches)
@@ -301,15 +302,6 @@ def _read(made: set, operations: list, fetches: list) -> list:
     return _distinct(
         [t for t in read if t.op in made and t.op.type != "Const"], but=[]
     )
-
-
-def _in_order(operations: Iterable) -> None:
-    """Has a function's operations run as they were traced.
-
-    What would be free to run first differs from one copy of a graph to the
-    next, and the peak with it.
-    """
-    ordering.chain(op for op in operations if op.type not in _NO_WORK)
 
 
 def _distinct(tensors: list, but: list) -> list:
