@@ -125,10 +125,8 @@ def profile(
     ```
     """
     one_of(costs, "costs", COSTS)
-    check_built(model)
-    compiled = mode(model) == "xla"
     recording = record_batch(model, batch)
-    return measure(recording, costs, compiled=compiled)
+    return measure(recording, costs, compiled=mode(model) == "xla")
 
 
 def mode(

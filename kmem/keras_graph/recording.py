@@ -136,8 +136,7 @@ def record(model: keras.Model, batch, in_step: bool) -> Recording:
         nonlocal recorder
         # Anew: TensorFlow traces twice what makes variables, as a loss of
         # several outputs does, to count each of them.
-        recorder = _Recorder()
-        recorder.start(batch)
+        recorder = _Recorder(batch)
         seeing = opening.opened(model, recorder, in_step)
         with capture.DiscardedState(), seeing:
             if in_step:
@@ -158,16 +157,14 @@ def root(tensor: tf.Tensor) -> tf.Tensor:
 
 
 class _Recorder(opening.Visitor):
-    def __init__(self):
-        self.recording = Recording()
+    def __init__(self, batch):
         self._values: dict[Any, int] = {}  # By reference of a root tensor.
         # The opened calls that are running; `None` within a call of a layer.
         self._frames: list[Frame | None] = []
         # For each call the number of operations traced after it.
         self._ends: list[int] = []
-
-    def start(self, batch) -> None:
         self._num_rows = num_rows(batch)
+        self.recording = Recording()
         self.recording.inputs = self._new_values(_tensors(batch))
 
     def record_step(self, model, batch) -> None:
