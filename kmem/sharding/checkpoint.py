@@ -82,8 +82,7 @@ def save(
     check_optimizers(model)
     group = engine()
     folder = pathlib.Path(folder)
-    variables = _variables(model)
-    pieces, sizes = _placed(variables, group.size)
+    placed, sizes = _placed(model, group.size)
     # No other checkpoint has files of these names.
     token = group.broadcast(tf.constant([secrets.randbits(62)]), "save")
     names = [
@@ -96,8 +95,8 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         files.check_is_free(folder)
         with writer:
-            for (_, variable), placed in zip(variables, pieces, strict=True):
-                for piece in placed:
+            for _, variable, pieces in placed:
+                for piece in pieces:
                     if piece.file == group.rank:
                         writer.write(_own_numbers(variable)[: piece.count])
     checksums = _all_checksums(group, writer.checksums, sizes)
@@ -115,10 +114,8 @@ def save(
                     )
                 ],
                 "variables": [
-                    {**_description(kind, variable), "pieces": placed}
-                    for (kind, variable), placed in zip(
-                        variables, pieces, strict=True
-                    )
+                    {**_description(kind, variable), "pieces": pieces}
+                    for kind, variable, pieces in placed
                 ],
             }
             files.write_index(folder, content)
@@ -318,20 +315,21 @@ def _description(kind: str, variable) -> dict:
     }
 
 
-def _placed(variables: list, size: int) -> tuple[list[list[_Piece]], list[int]]:
-    """Where each variable's numbers go, and the bytes of each file."""
+def _placed(model: keras.Model, size: int) -> tuple[list[tuple], list[int]]:
+    """What is saved, each with where its numbers go, and each file's bytes."""
     sizes = [0] * size
-    pieces: list[list[_Piece]] = []
-    for _, variable in variables:
+    placed = []
+    for kind, variable in _variables(model):
         total = math.prod(variable.shape)
         is_cut = isinstance(variable, ShardedVariable)
         length = variable.shard.layout.length if is_cut else total
-        pieces.append([])
+        pieces = []
         for file, first in enumerate(range(0, total, max(length, 1))):
             count = min(length, total - first)
-            pieces[-1].append(_Piece(file, sizes[file], first, count))
+            pieces.append(_Piece(file, sizes[file], first, count))
             sizes[file] += count * tf.as_dtype(variable.dtype).size
-    return pieces, sizes
+        placed.append((kind, variable, pieces))
+    return placed, sizes
 
 
 def _own_range(variable) -> tuple[int, int]:
