@@ -15,6 +15,7 @@ are gathered where they are read, and kept for the backward pass.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,7 @@ from kmem.sharding.variables import ShardedVariable
 from kmem.sharding.variables import prepared
 
 
+@dataclasses.dataclass
 class Unit:
     """A layer whose weights are gathered together.
 
@@ -40,18 +42,13 @@ class Unit:
         line: The inputs of the unit that ran last.
     """
 
-    def __init__(
-        self,
-        layer: keras.layers.Layer,
-        name: str,
-        keeps: bool,
-        line: list[tf.Tensor],
-    ):
-        self.layer = layer
-        self._name = name
-        self._keeps = keeps
-        self._line = line
-        self._call = getattr(layer, patching.call_of(layer))
+    layer: keras.layers.Layer
+    name: str
+    keeps: bool
+    line: list[tf.Tensor]
+
+    def __post_init__(self):
+        self._call = getattr(self.layer, patching.call_of(self.layer))
         # Of the weights' regularizers, until they are asked for.
         self._penalties: dict[int, tf.Tensor] = {}
 
@@ -85,7 +82,7 @@ class Unit:
         run.__name__ = self.layer.name
         # What runs within a plan's segment is seen there only.
         within = remat.is_running()
-        if not (self._keeps or within) and self._gathers_again(args, kwargs):
+        if not (self.keeps or within) and self._gathers_again(args, kwargs):
             run = remat.recompute(run, check=False, keep_residuals=True)
         result, penalties = run(*args, **kwargs)
         if not within:
@@ -124,9 +121,9 @@ class Unit:
         after = inputs
         if not remat.is_repeating():
             # Forward, while the unit before runs.
-            after, self._line[:] = self._line[:] or inputs, inputs
+            after, self.line[:] = self.line[:] or inputs, inputs
         shards = [variable.shard for variable in variables]
-        return prepared(variables, gathered(shards, self._name, after))
+        return prepared(variables, gathered(shards, self.name, after))
 
 
 class _Penalty(keras.regularizers.Regularizer):
