@@ -113,9 +113,7 @@ def _alone(group: Engine, deed: Callable, model: keras.Model) -> None:
     variables = [*model.variables, *(optimizer.variables if optimizer else ())]
     # Others are whole in every process.
     sharded = [v for v in variables if type(v) is ShardedVariable]
-    if group.size == 1:
-        deed()
-    elif group.rank == 0:
+    if group.rank == 0:
         with contextlib.ExitStack() as stack:
             stack.callback(_announce, group, -1)
             for number, variable in enumerate(sharded):

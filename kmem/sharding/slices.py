@@ -69,7 +69,9 @@ class Slices(Alone):
         """The batch, once it is known to be that of the other processes."""
         if self._engine.size == 1:
             return data
-        own = tf.stack([tf.cast(rows, tf.int64), *_checksums(data)])
+        tensors = tf.nest.flatten(data, expand_composites=True)
+        sums = [_checksum(each) for each in tensors if each is not None]
+        own = tf.stack([tf.cast(rows, tf.int64), *sums])
         highest = self._engine.all_reduce(
             tf.concat([own, -own], axis=0), "batch", "Max"
         )
@@ -269,17 +271,8 @@ def _divided(tensor, copies):
     return tensor / tf.cast(copies, tensor.dtype)
 
 
-def _checksums(data) -> list[tf.Tensor]:
-    """A number for each tensor of a batch, that depends on every row and on
-    the order of the rows."""
-    return [
-        _checksum(tensor)
-        for tensor in tf.nest.flatten(data, expand_composites=True)
-        if tensor is not None
-    ]
-
-
 def _checksum(tensor: tf.Tensor) -> tf.Tensor:
+    """A number that depends on every row, and on the order of the rows."""
     if tensor.dtype == tf.string:
         tensor = tf.strings.to_hash_bucket_fast(tensor, 2**31)
     elif tensor.dtype.is_floating:
