@@ -7,6 +7,7 @@ weight decays depends on its name, or its shape: those of the whole.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -27,36 +28,30 @@ from kmem.sharding.variables import ShardedVariable
 from kmem.step.accumulation import build_optimizer
 
 
+@dataclasses.dataclass
 class ShardedOptimizer:
     """An optimizer whose variables are shards, which the device `home` holds if
     there is one."""
 
-    def __init__(
-        self,
-        optimizer,
-        model: keras.Model,
-        engine: Engine,
-        home: str | None = None,
-    ):
-        self._optimizer = optimizer
-        self._inner = getattr(optimizer, "inner_optimizer", optimizer)
-        self._model = model
-        self._engine = engine
-        self._home = home
+    optimizer: Any
+    model: keras.Model
+    engine: Engine
+    home: str | None = None
+
+    def __post_init__(self):
+        own = self.optimizer
+        self._inner = getattr(own, "inner_optimizer", own)
 
     def cut(self, select: Callable[[list], list]) -> None:
-        """Makes shards of its variables, which may be yet to be made.
-
-        Args:
-            select: Those of variables that are to be shards.
-        """
-        if not self._optimizer.built:
+        """Makes shards of its variables, which may be yet to be made: of those
+        that `select` gives."""
+        if not self.optimizer.built:
             self._build()
             return
-        for number, variable in enumerate(select(self._optimizer.variables)):
+        for number, variable in enumerate(select(self.optimizer.variables)):
             if not isinstance(variable, ShardedVariable):
                 name = f"slot {number}"
-                variables.shard(variable, self._engine, name, home=self._home)
+                variables.shard(variable, self.engine, name, home=self.home)
 
     def _build(self) -> None:
         make = self._inner.add_variable_from_reference
@@ -73,17 +68,17 @@ class ShardedOptimizer:
             self._at_home(),
             attribute(self._inner, "add_variable_from_reference", make_shard),
         ):
-            build_optimizer(self._optimizer, self._model.trainable_variables)
+            build_optimizer(self.optimizer, self.model.trainable_variables)
         for number, (variable, reference) in enumerate(pairs):
-            variables.adopt(variable, reference, f"slot {number}", self._home)
+            variables.adopt(variable, reference, f"slot {number}", self.home)
 
     def updating(self) -> Context:
         """Within, the optimizer is given shards."""
-        apply = self._optimizer.apply
+        apply = self.optimizer.apply
 
         def apply_to_shards(grads, trainable_variables=None):
             grads = list(grads)
-            weights = trainable_variables or self._model.trainable_variables
+            weights = trainable_variables or self.model.trainable_variables
             pairs = zip(grads, weights, strict=True)
             pairs = [(g, v) for g, v in pairs if g is not None]
             with (
@@ -92,12 +87,12 @@ class ShardedOptimizer:
             ):
                 apply(grads, trainable_variables)
 
-        changed = attribute(self._optimizer, "apply", apply_to_shards)
+        changed = attribute(self.optimizer, "apply", apply_to_shards)
         return together((variables.as_shards(), changed, self._at_home()))
 
     def finalizing(self):
         """A context: Keras may put averages in the place of weights."""
-        optimizer: Any = self._model.optimizer
+        optimizer: Any = self.model.optimizer
         finalize = optimizer.finalize_variable_values
 
         def finalize_shards(weights):
@@ -110,19 +105,19 @@ class ShardedOptimizer:
         """A context: weights that stay whole are made anew of shards."""
         mirrored = [
             variable
-            for variable in self._model.trainable_variables
+            for variable in self.model.trainable_variables
             if isinstance(variable, MirroredVariable)
         ]
         return variables.updated(mirrored, after)
 
     def _at_home(self):
         """A context: operations run where the shards are."""
-        return tf.device(self._home) if self._home else contextlib.nullcontext()
+        return tf.device(self.home) if self.home else contextlib.nullcontext()
 
     def _looking_at_all(self, weights: list) -> Context:
         """Lets it clip, and look for infinities, over all processes, with
         weights whose gradients are not `None`."""
-        optimizer, inner, engine = self._optimizer, self._inner, self._engine
+        optimizer, inner, engine = self.optimizer, self._inner, self.engine
         plain_clip = getattr(inner, CLIP)
         plain_use = getattr(inner, USE_WEIGHT_DECAY)
         cut = [v for v in weights if isinstance(v, ShardedVariable)]
