@@ -22,6 +22,7 @@ from typing import BinaryIO
 import numpy as np
 
 from kmem.base import cache
+from kmem.base.checks import must_be
 
 BLOCK_BYTES = 2**22
 
@@ -174,21 +175,15 @@ def _sealed(content: dict) -> str:
 
 
 def plain(position: dict) -> dict:
-    """A position as JSON holds it: NumPy's numbers become Python's.
-
-    Raises:
-        ValueError: If it would be read as another one.
-    """
+    """A position as JSON holds it: NumPy's numbers become Python's. A
+    `ValueError` if it would be read as another one."""
     try:
         as_read = json.loads(json.dumps(position, default=np.generic.item))
         is_same = isinstance(position, dict) and as_read == position
     except (TypeError, ValueError, RecursionError):
         is_same = False
-    if not is_same:
-        raise ValueError(
-            "`position` must be a dictionary of what JSON holds, with strings "
-            f"as keys, such as {{'epoch': 3}}. Received: position={position!r}"
-        )
+    kind = "a dictionary of what JSON holds, with strings as keys, such as "
+    must_be(is_same, position, "position", kind + "{'epoch': 3}")
     return as_read
 
 
