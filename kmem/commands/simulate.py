@@ -66,12 +66,8 @@ def run(args: argparse.Namespace) -> int:
     )
     share = budget_bytes / plain.peak_bytes if plain.peak_bytes else 1.0
     print(f"budget: {format_size(budget_bytes)}, {share:.3g} of the peak")
-    print(
-        _ROW.format(
-            *("heuristic", "compute", "evictions", "recomputes"),
-            *("peak", "accesses"),
-        )
-    )
+    head = "heuristic compute evictions recomputes peak accesses"
+    print(_ROW.format(*head.split()))
     costs = {}
     for name in HEURISTICS if args.best else (args.heuristic,):
         try:
