@@ -8,6 +8,7 @@ micro-batch at a time, and dropout draws anew for each.
 """
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -34,12 +35,20 @@ Tensors = list[tf.Tensor]
 Values = dict[int, tf.Tensor]
 
 
-class _Local(threading.local):
+@dataclasses.dataclass
+class Local(threading.local):
     """What passes find: replicas trace a step in threads of their own."""
 
-    guess: list = []
+    # The level's updates since the level above made its last one.
+    steps: list = dataclasses.field(default_factory=list)
+    # What solvers left of gradients that passed, relative to them.
+    residuals: list = dataclasses.field(default_factory=list)
+    # The `id` of each variable that a gradient was found for so far.
+    reached: set[int] = dataclasses.field(default_factory=set)
+    # The variables with the solution of the step before, if any.
+    guess: list = dataclasses.field(default_factory=list)
     scale: tf.Tensor | None = None
-    in_32_bits = False
+    in_32_bits: bool = False
     # The state that each pass starts from, if not as it is.
     entry: Tensors | None = None
 
@@ -49,6 +58,7 @@ class Derivatives:
 
     Attributes:
         workers: The processes that compute a batch together.
+        local: What this thread's passes find.
     """
 
     # What a `Level` has, and describes.
@@ -71,36 +81,16 @@ class Derivatives:
         # Of the model that its steps start from, if any.
         self.start_variables: list = []
         self._is_idle = False
-        self._local = _Local()
+        self.local = Local()
 
     @property
     def _num_parts(self) -> int:
         """The micro-batches of all batches of an update."""
         return self.options.num_parts * self.options.num_batches
 
-    @property
-    def steps(self) -> list:
-        """Its updates since the level above made its last one."""
-        return vars(self._local).setdefault("steps", [])
-
-    @property
-    def residuals(self) -> list:
-        """What solvers left of gradients that passed, relative to them."""
-        return vars(self._local).setdefault("residuals", [])
-
-    @property
-    def guess(self) -> list:
-        """The variables with the solution of the step before, if any."""
-        return self._local.guess
-
     def guessing(self, variables: list) -> Context:
         """Within, solvers start from these variables, and assign them."""
-        return member(self._local, "guess", variables)
-
-    @property
-    def reached(self) -> set[int]:
-        """The `id` of each variable that a gradient was found for so far."""
-        return vars(self._local).setdefault("reached", set())
+        return member(self.local, "guess", variables)
 
     def values(self) -> Tensors:
         """The values of its variables."""
@@ -117,8 +107,8 @@ class Derivatives:
         Returns:
             The list of the means, the same on all replicas.
         """
-        if self._local.entry is not None:
-            assign(self.state, self._local.entry)
+        if self.local.entry is not None:
+            assign(self.state, self.local.entry)
         if self._num_parts == 1 and not self.workers.split_batches:
             with self.computing():
                 return mean_over_replicas(function(batch))
@@ -160,7 +150,7 @@ class Derivatives:
             logged = [tf.zeros([])] * len(self.logged)
             return logged, self._stand_ins(wrt)
         self.look_once(batch)
-        scale = self._local.scale
+        scale = self.local.scale
 
         def of_microbatch(microbatch):
             values = self._substitutes(wrt, at)
@@ -206,7 +196,7 @@ class Derivatives:
         if self._is_idle:
             return self._stand_ins(wrt, direction)
         self.look_once(batch)
-        scale = self._local.scale
+        scale = self.local.scale
         norm: Any = None
         if scale is not None:
             # The scaled loss alone has to fit into 16 bits then.
@@ -262,22 +252,22 @@ class Derivatives:
                 from already, or else as it is now.
         """
         self.look_once(batch)
-        around = self._local.entry
+        around = self.local.entry
         after = read(self.state) if around is None else around
         try:
             given = after if state is None else state
-            with member(self._local, "entry", given):
+            with member(self.local, "entry", given):
                 yield
         finally:
             assign(self.state, after)
 
     def scaled(self, scale: tf.Tensor | None) -> Context:
         """Multiplies the loss within passes, and divides their results."""
-        return member(self._local, "scale", scale)
+        return member(self.local, "scale", scale)
 
     def in_32_bits(self) -> Context:
         """Lets passes compute in 32 bits what they compute in 16."""
-        return member(self._local, "in_32_bits", True)
+        return member(self.local, "in_32_bits", True)
 
     def idle(self) -> Context:
         """Within, passes compute nothing, but give other numbers of the same
@@ -285,7 +275,7 @@ class Derivatives:
         return member(self, "_is_idle", True)
 
     def _stand_ins(self, wrt: list, direction: Iterable = ()) -> Tensors:
-        self.reached.update(map(id, wrt))
+        self.local.reached.update(map(id, wrt))
         # So that the direction, of another level, is computed.
         number: Any = sum(map(tf.reduce_mean, direction), 0.0)
         # Not the values themselves, which take no memory of their own.
@@ -308,7 +298,7 @@ class Derivatives:
         self, gradients: list, values: Tensors, variables: list
     ) -> Tensors:
         """Zeros for `None`, no `IndexedSlices`, and what they have reached."""
-        self.reached.update(
+        self.local.reached.update(
             id(variable)
             for gradient, variable in zip(gradients, variables, strict=True)
             if gradient is not None

@@ -136,9 +136,9 @@ class SAMA(FiniteDifference):
         """Takes a gradient through a level; see `Identity`."""
         *_, step = updates.made_steps(level, "SAMA")
         none = zeros_like(step.slots)
-        of_gradient, *_ = updates.adjoint(level, step, vector, none)
+        of_gradient, *_ = updates.adjoint(step, vector, none)
         # Without a step, or with one of no length, nothing passes.
-        rate = tf.where(step.made, updates.learning_rate(level, step), 0.0)
+        rate = tf.where(step.made, updates.learning_rate(step), 0.0)
         divide = tf.math.divide_no_nan
         adapted = [divide(-g, tf.cast(rate, g.dtype)) for g in of_gradient]
         return super().__call__(adapted, level, batch, wrt)
@@ -223,13 +223,13 @@ class Unrolled:
         of_others = zeros_like(wrt)
         num_waiting = self.num_waiting(level, len(steps))
         num_left = len(steps)
-        for step in rewinding.rewound(level, steps, num_waiting, of_weights):
+        for step in rewinding.rewound(steps, num_waiting, of_weights):
             num_left -= 1
-            adjoint = updates.adjoint(level, step, of_weights, of_slots)
+            adjoint = updates.adjoint(step, of_weights, of_slots)
             of_gradient, weights, slots = adjoint
             # What the first step started from, only a `start` asks for.
             own = level.variables if num_left or level.start_variables else []
-            values = updates.values_at(level, step)
+            values = updates.values_at(step)
             with level.replayed(step.batch, step.state):
                 products = level.directional_gradient(
                     step.batch, of_gradient, [*own, *wrt], at=values

@@ -263,7 +263,7 @@ class Level(Derivatives):
     def computing(self) -> Context:
         """What the level wants its loss, and gradients of it, computed in:
         they may run some of it again."""
-        in_32_bits = self._local.in_32_bits
+        in_32_bits = self.local.in_32_bits
         applied = losses.in_32_bits if in_32_bits else self._mixed
 
         def contexts():

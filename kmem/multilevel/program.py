@@ -323,7 +323,7 @@ class Program(keras.Model):
         one = Round(self.structure, data, self._losses, self._residuals)
         one.update(len(self.levels) - 1)
         for level in self.levels:
-            level.steps.clear()
+            level.local.steps.clear()
         releasing.forget_gradients()
         logged = self.get_metrics_result()
         ordering.keep_order()

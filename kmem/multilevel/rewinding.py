@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 from kmem.graph import control
 from kmem.multilevel import updates
-from kmem.multilevel.derivatives import Derivatives
 from kmem.multilevel.derivatives import Tensors
 
 
@@ -42,15 +41,11 @@ def kept(num_steps: int, num_waiting: int) -> list[int]:
 
 
 def rewound(
-    level: Derivatives,
-    steps: list[updates.Step],
-    num_waiting: int | None,
-    arrived: Tensors,
+    steps: list[updates.Step], num_waiting: int | None, arrived: Tensors
 ) -> Iterator[updates.Step]:
     """The steps from the last to the first, with their states and gradients.
 
     Args:
-        level: The level whose steps they are.
         steps: The steps, those of `kept` with their states.
         num_waiting: As in `split`; `None` if all have states and gradients.
         arrived: The gradient that has come back so far, which the caller
@@ -67,22 +62,19 @@ def rewound(
         if last - first == 1:
             step = steps[first]
             values, _ = control.after(arrived, step.values, [])
-            yield updates.remade(level, step, values, step.slots)
+            yield updates.remade(step, values, step.slots)
             continue
         middle = first + split(last - first, num_waiting)
         if not steps[middle].values:
-            _make_again(level, steps[first : middle + 1], arrived)
+            _make_again(steps[first : middle + 1], arrived)
         ranges.append((first, middle, num_waiting))
         ranges.append((middle, last, num_waiting - 1))
 
 
-def _make_again(
-    level: Derivatives, steps: list[updates.Step], gradients: Tensors
-) -> None:
+def _make_again(steps: list[updates.Step], gradients: Tensors) -> None:
     """Gives the last of some steps its state, from that of the first."""
     values, _ = control.after(gradients, steps[0].values, [])
     slots = steps[0].slots
     for step in steps[:-1]:
-        again = updates.remade(level, step, values, slots)
-        values, slots = updates.after(level, again)
+        values, slots = updates.after(updates.remade(step, values, slots))
     steps[-1].values, steps[-1].slots = values, slots

@@ -68,7 +68,7 @@ class Round:
         sums: Tensors = []
         for _ in range(level.tasks_per_update):
             for child in children:
-                self._levels[child].steps.clear()
+                self._levels[child].local.steps.clear()
                 self._start(child)
                 self._take_steps(child)
             gradients = self._gradient(number, self._next_batch(number))
@@ -128,7 +128,7 @@ class Round:
         level, path = self._levels[number], (number,)
         self._last[number] = batch, read(level.state)
         for each in self._levels:
-            each.reached.clear()
+            each.local.reached.clear()
         scale = _scale(self.structure.optimizers[number])
         with together(each.scaled(scale) for each in self._levels):
             wrt = self._variables(path)
@@ -162,14 +162,14 @@ class Round:
         """Takes a gradient through a path's last level, and on to the first."""
         number = path[-1]
         level, (batch, state) = self._levels[number], self._last[number]
-        level.residuals.clear()
+        level.local.residuals.clear()
         guess = self.structure.guesses.get(path, [])
         with level.replayed(batch, state), level.guessing(guess):
             wrt = self._variables(path)
             products = level.hypergradient(vector, level, batch, wrt)
         tracker = self.residuals[number]
         if tracker is not None:
-            for residual in level.residuals:
+            for residual in level.local.residuals:
                 tracker.update_state(residual)
         return self._arriving(path, products)
 
@@ -179,7 +179,8 @@ class Round:
         arrived: set[int] = set()
         for other in self.structure.onward[path]:
             variables = map(id, self._levels[other].variables)
-            reached = self._levels[path[-1]].reached.intersection(variables)
+            passed = self._levels[path[-1]].local.reached
+            reached = passed.intersection(variables)
             if reached and other != path[0]:
                 reached = self._reached((*path, other))
             arrived |= reached
@@ -224,14 +225,14 @@ class Round:
         optimizer = self.structure.optimizers[number]
         scale = _scale(optimizer)
         if number in self._known:
-            keeps = level.keeps(len(level.steps))
+            keeps = level.keeps(len(level.local.steps))
             step = updates.noted(level, batch, state, scale, gradients, keeps)
         gradients = level.clipped(gradients)
         if scale is not None:
             gradients = [t * tf.cast(scale, t.dtype) for t in gradients]
         level.workers.apply(optimizer, gradients, level.variables)
         if step is not None:
-            updates.finish(level, step)
+            updates.finish(step)
 
     def _next_batch(self, number: int) -> Any:
         """The level's next batch: the union of several if it accumulates."""

@@ -43,7 +43,7 @@ class Solver:
                 add(found, direction, self.damping) if self.damping else found
             )
 
-        guess = level.guess if self.warm_start else []
+        guess = level.local.guess if self.warm_start else []
         norm = tf.sqrt(dot(vector, vector))
         right, start = list(vector), []
         with level.replayed(batch):
@@ -62,7 +62,7 @@ class Solver:
                 assign(guess, solution)
             if self.iterations:
                 left = tf.math.divide_no_nan(residual, norm)
-                level.residuals.append(left)
+                level.local.residuals.append(left)
             return mixed(solution, level, batch, wrt)
 
     def _solve(

@@ -32,6 +32,7 @@ class Step:
     """An update of a level.
 
     Attributes:
+        level: The level.
         state: What the loss assigns, such as random seeds, before it.
         below: What the level reads of others that step between its steps.
         scale: What the loss was multiplied by, if it was.
@@ -44,6 +45,7 @@ class Step:
         made: Whether it was made: a scaled loss may overflow.
     """
 
+    level: Derivatives
     batch: Any
     state: Tensors
     below: Tensors
@@ -63,14 +65,12 @@ def noted(
     gradients: Tensors,
     keeps: tuple[bool, bool],
 ) -> Step:
-    """What is to be known of an update that is about to be made.
-
-    Args:
-        keeps: Whether its state is kept, and whether its gradients are.
-    """
+    """What is to be known of an update that is about to be made; `keeps` says
+    whether its state is kept, and whether its gradients are."""
     slots, settings = _own(level.optimizer)
     keeps_state, keeps_gradients = keeps
     return Step(
+        level,
         batch,
         state,
         read(level.below),
@@ -89,30 +89,30 @@ def num_bytes(level: Derivatives) -> tuple[int, int]:
     return of_weights + batches.num_bytes(slots), of_weights
 
 
-def finish(level: Derivatives, step: Step) -> None:
+def finish(step: Step) -> None:
     """Adds an update to the level's last ones, now that it was made or not."""
     number = step.settings[0]
-    step.made = tf.convert_to_tensor(level.optimizer.iterations) != number
-    level.steps.append(step)
+    step.made = tf.convert_to_tensor(step.level.optimizer.iterations) != number
+    step.level.local.steps.append(step)
 
 
 def made_steps(level: Derivatives, name: str) -> list[Step]:
     """The steps that a level has just made; an error if there are none."""
-    if not level.steps:
+    if not level.local.steps:
         raise ValueError(
             f"`{name}` needs the steps of a level that was trained by a "
             f"`Program` just before. Received: level '{level.name}' "
             "without steps"
         )
-    return level.steps
+    return level.local.steps
 
 
-def learning_rate(level: Derivatives, step: Step) -> tf.Tensor:
+def learning_rate(step: Step) -> tf.Tensor:
     """That of a step, by the optimizer's schedule if it has one."""
-    _, settings = _own(level.optimizer)
+    _, settings = _own(step.level.optimizer)
     mapping = zip(settings, step.settings, strict=True)
     with keras.StatelessScope(state_mapping=list(mapping)):
-        return tf.convert_to_tensor(level.optimizer.learning_rate)
+        return tf.convert_to_tensor(step.level.optimizer.learning_rate)
 
 
 def with_start(
@@ -123,7 +123,7 @@ def with_start(
         return gradients
     keys = map(id, level.start_variables)
     start = dict(zip(keys, of_start, strict=True))
-    level.reached.update(start.keys() & set(map(id, wrt)))
+    level.local.reached.update(start.keys() & set(map(id, wrt)))
     return [
         gradient + start[id(v)] if id(v) in start else gradient
         for gradient, v in zip(gradients, wrt, strict=True)
@@ -131,13 +131,10 @@ def with_start(
 
 
 def check(level: Derivatives, name: str) -> None:
-    """Refuses updates whose adjoint this is not, as far as they are built.
-
-    Raises:
-        ValueError: If the level's optimizer does not make an update of every
-            gradient, and of it alone, or not by its `update_step`, or keeps
-            integers, which have no gradient, for its weights.
-    """
+    """Refuses updates whose adjoint this is not, as far as they are built: of
+    an optimizer that does not make one of every gradient, and of it alone, or
+    not by its `update_step`, or that keeps integers, which have no gradient,
+    for its weights."""
     optimizer = level.optimizer
     options = "gradient_accumulation_steps", "ema_overwrite_frequency"
     settings = [
@@ -164,27 +161,26 @@ def check(level: Derivatives, name: str) -> None:
         )
 
 
-def values_at(level: Derivatives, step: Step) -> Values:
+def values_at(step: Step) -> Values:
     """By `id`, the values that variables had in a step and may not have now."""
-    variables = [*level.variables, *level.below]
+    variables = [*step.level.variables, *step.level.below]
     values = [*step.values, *step.below]
     return dict(zip(map(id, variables), values, strict=True))
 
 
-def remade(
-    level: Derivatives, step: Step, values: Tensors, slots: Tensors
-) -> Step:
+def remade(step: Step, values: Tensors, slots: Tensors) -> Step:
     """A step from the state that it had, with its gradients again."""
     step = dataclasses.replace(step, values=values, slots=slots)
-    with level.replayed(step.batch, step.state), level.scaled(step.scale):
-        gradients = level.gradient(step.batch, at=values_at(level, step))
+    level, batch = step.level, step.batch
+    with level.replayed(batch, step.state), level.scaled(step.scale):
+        gradients = level.gradient(batch, at=values_at(step))
     return dataclasses.replace(step, gradients=gradients)
 
 
-def after(level: Derivatives, step: Step) -> tuple[Tensors, Tensors]:
+def after(step: Step) -> tuple[Tensors, Tensors]:
     """The weights and the slots that a step leaves."""
-    clipped = _clipped(level, step)
-    values, slots = _updated(level, step, clipped, step.slots)
+    clipped = _clipped(step)
+    values, slots = _updated(step, clipped, step.slots)
     return (
         chosen(step.made, values, step.values),
         chosen(step.made, slots, step.slots),
@@ -192,7 +188,7 @@ def after(level: Derivatives, step: Step) -> tuple[Tensors, Tensors]:
 
 
 def adjoint(
-    level: Derivatives, step: Step, of_weights: Tensors, of_slots: Tensors
+    step: Step, of_weights: Tensors, of_slots: Tensors
 ) -> tuple[Tensors, Tensors, Tensors]:
     """The adjoint of an update: of its gradient, weights and slots."""
     slots = [
@@ -200,8 +196,8 @@ def adjoint(
     ]
     with tf.GradientTape(persistent=True) as tape:
         tape.watch([step.gradients, step.values, slots])
-        clipped = list(map(tf.identity, _clipped(level, step)))
-        left = _updated(level, step, clipped, slots)
+        clipped = list(map(tf.identity, _clipped(step)))
+        left = _updated(step, clipped, slots)
     # TensorFlow's types know of no structures.
     gradient: Any = tape.gradient
     of_clipped, *rest = gradient(
@@ -223,9 +219,9 @@ def chosen(condition, these: Tensors, those: Tensors) -> Tensors:
     ]
 
 
-def _clipped(level: Derivatives, step: Step) -> Tensors:
-    clip = getattr(level.optimizer, private_keras.CLIP)
-    return clip(level.clipped(step.gradients))
+def _clipped(step: Step) -> Tensors:
+    clip = getattr(step.level.optimizer, private_keras.CLIP)
+    return clip(step.level.clipped(step.gradients))
 
 
 def _own(optimizer) -> tuple[list, list]:
@@ -240,10 +236,10 @@ def _own(optimizer) -> tuple[list, list]:
 
 
 def _updated(
-    level: Derivatives, step: Step, gradients: Tensors, slots: Tensors
+    step: Step, gradients: Tensors, slots: Tensors
 ) -> tuple[Tensors, Tensors]:
     """What the optimizer makes of weights and slots."""
-    optimizer, variables = level.optimizer, level.variables
+    optimizer, variables = step.level.optimizer, step.level.variables
     own, settings = _own(optimizer)
     index = getattr(optimizer, private_keras.INDEX)
     numbers = {id(variable): index(variable) for variable in variables}

@@ -339,7 +339,7 @@ def through_a_step(hypergradient, optimizer, gradient, made=False):
 
     step = updates.noted(case.level, batch, [], None, gradients, (True, True))
     optimizer.iterations.assign_add(int(made))
-    updates.finish(case.level, step)
+    updates.finish(step)
     return case.found(hypergradient)
 
 

@@ -43,11 +43,11 @@ class Quadratic:
         """The solution, and the residual that is reported."""
 
         def run():
-            self.level.residuals.clear()
+            self.level.local.residuals.clear()
             wrt = self.target.trainable_variables
             vector = [tf.constant(self.vector)]
             found = hypergradient(vector, self.level, self.batch, wrt)
-            return found[0], self.level.residuals[0]
+            return found[0], self.level.local.residuals[0]
 
         if mode != "eager":
             run = tf.function(run, jit_compile=mode == "xla", autograph=False)

@@ -168,12 +168,12 @@ class Case:
             step = updates.noted(
                 self.level, batch, state, None, gradients, (True, True)
             )
-            self.level.steps.append(step)
+            self.level.local.steps.append(step)
             results = {
                 name: hypergradient(vector, self.level, batch, self.others)
                 for name, hypergradient in HYPERGRADIENTS.items()
             }
-            self.level.steps.clear()
+            self.level.local.steps.clear()
             return results
 
         return {
