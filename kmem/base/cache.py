@@ -50,11 +50,8 @@ def make_private(path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def appearing(path: pathlib.Path, part: str = "") -> Iterator[pathlib.Path]:
-    """What to write to: `path` appears on leaving without an error.
-
-    Args:
-        part: Its name until then, in the same folder.
-    """
+    """What to write to: `path` appears on leaving without an error. Until then
+    it is named `part`, in the same folder."""
     written = path.with_name(part or f"{path.name}.{os.getpid()}.part")
     try:
         yield written

@@ -128,11 +128,8 @@ def loss_tracker(model: keras.Model) -> Any:
 
 def build_metrics(model: Any, batch: Any) -> None:
     """Makes the variables of a compiled model's losses and metrics, as `fit`
-    does before it trains under a strategy. budget/test_estimate.py
-
-    Args:
-        batch: A batch, as `tf.TensorSpec`s.
-    """
+    does before it trains under a strategy, for a batch of `tf.TensorSpec`s.
+    budget/test_estimate.py"""
     model._symbolic_build(data_batch=batch)
 
 

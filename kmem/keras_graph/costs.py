@@ -278,13 +278,10 @@ def _read_before(gradients, num_forward: int) -> set:
 
 
 def _measure(function: Callable, *arguments: list) -> tuple[float, int]:
-    """Runs a function.
+    """The seconds that a function takes, and the bytes of its peak.
 
     To start one takes longer than a small layer, and is no part of a step: an
     empty function is run in turns with it, and its time is subtracted.
-
-    Returns:
-        The seconds of it, and the bytes of its peak.
     """
     nothing = _nothing()
     _seconds(nothing)

@@ -102,12 +102,9 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
 def opened(
     model: keras.Model, visitor: Visitor, in_step: bool = False
 ) -> patching.Context:
-    """Lets a visitor run the parts of a model that is called within.
-
-    Args:
-        in_step: Whether it runs calls of the model itself, too, and of its
-            layers by others, as those that a `train_step` calls.
-    """
+    """Lets a visitor run the parts of a model that is called within; `in_step`,
+    also calls of the model itself, and of its layers by others, as those that
+    a `train_step` calls."""
 
     def changes():
         seen = [model, *children(model)] if in_step else []

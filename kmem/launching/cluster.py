@@ -95,11 +95,8 @@ class Cluster:
 
     @property
     def task(self) -> tuple[str, int]:
-        """The kind of this process, and its number among those.
-
-        Raises:
-            ValueError: If it is none of the cluster's.
-        """
+        """The kind of this process, and its number among those; a `ValueError`
+        if it is none of the cluster's."""
         task: Any = self._content.get("task")
         try:
             kind, index = task["type"], int(task["index"])

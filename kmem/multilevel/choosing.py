@@ -36,11 +36,8 @@ from kmem.step.metrics import innermost
 
 
 def checked_bytes(levels: list[Level], options: MemoryOptions) -> int | None:
-    """The bytes of `memory_budget`, if there is one.
-
-    Raises:
-        ValueError: If it cannot be kept.
-    """
+    """The bytes of `memory_budget`, if there is one; a `ValueError` if it
+    cannot be kept."""
     if options.memory_budget is None:
         return None
     planned = [x for x in levels if x.given_options.remat is not None]

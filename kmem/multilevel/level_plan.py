@@ -117,15 +117,8 @@ class LevelPlan:
         measure: Callable[[], dry_run.Measurement | None] | None = None,
         reserved: int = 0,
     ) -> None:
-        """Chooses what is recomputed, where that is not given.
-
-        Args:
-            measure: As in `find`.
-            reserved: Likewise.
-
-        Raises:
-            ValueError: If no plan stays within the budget.
-        """
+        """Chooses what is recomputed, as `find` does; a `ValueError` for the
+        user if no plan stays within the budget."""
         try:
             self.find(measure, reserved)
         except InfeasibleBudget as error:
@@ -171,11 +164,7 @@ class LevelPlan:
 
 def plan_within_budgets(program: Any) -> None:
     """Plans all levels of a `Program` that have a budget; its state is given
-    back.
-
-    Raises:
-        ValueError: If a level has no plan within its budget.
-    """
+    back. A `ValueError` if a level has no plan within its budget."""
     reserved = reserved_bytes(program.element)
     if not memory.is_counted():
         reserved += batches.num_bytes([_state(program), program.element])

@@ -44,11 +44,8 @@ def results(losses: list, residuals: list) -> dict:
 
 
 def warn(levels: list, history: dict[str, list]) -> None:
-    """Warns of what went wrong in a training, by the level's name.
-
-    Args:
-        history: For each name in the logs, the means of the epochs.
-    """
+    """Warns of what went wrong in a training, by the level's name; `history`
+    has for each name in the logs the means of the epochs."""
     for level in levels:
         # Of what is not a number nothing is true.
         left = history.get(f"{level.name}_residual", [0.0])

@@ -25,12 +25,8 @@ from kmem.step import capture
 
 
 def values(loss: Callable, arguments: tuple, name: str) -> dict[str, Any]:
-    """What the loss of a level is, and its metrics, in 32 bits at least.
-
-    Returns:
-        The loss by the name "loss", which is the first one, and the metrics
-        by theirs.
-    """
+    """What the loss of a level is, by the name "loss", which is the first one,
+    and its metrics by theirs, in 32 bits at least."""
     scale, as_it_is = "scale_loss_for_distribution", lambda _, value: value
     with patching.method(private_keras.loss, scale, as_it_is):
         result = loss(*arguments)

@@ -183,9 +183,6 @@ def check_responses(levels: list[Level], edges: Edges) -> None:
     A level that reads none of those that depend on it responds as its own loss
     says. If all levels below the top one are of this kind, they depend on each
     other in no circle, and the paths are the chain rule.
-
-    Raises:
-        ValueError: If a gradient passes through another level.
     """
     names = [level.name for level in levels]
     for top in range(len(levels)):

@@ -68,11 +68,8 @@ class ChainSolver:
         return self._point(0)
 
     def within(self, budget_bytes: int) -> flat.Point:
-        """The fastest plan whose peak is within a budget.
-
-        Raises:
-            InfeasibleBudget: If there is none.
-        """
+        """The fastest plan whose peak is within a budget; `InfeasibleBudget` if
+        there is none."""
         graph, smallest = self._network.graph, self.smallest.peak_bytes
         check_budget(graph, budget_bytes, smallest)
         steps = range(1, len(self._steps))
@@ -82,11 +79,8 @@ class ChainSolver:
         return self._point(step)
 
     def smallest_within(self, seconds: float) -> flat.Point:
-        """The plan with the smallest peak that takes at most this time.
-
-        Args:
-            seconds: The time, at least that of the network.
-        """
+        """The plan with the smallest peak that takes at most this time, which
+        is at least the network's."""
         steps = range(len(self._steps) - 1)
         step = bisect.bisect_left(
             steps, -seconds, key=lambda s: -self._point(s).seconds
@@ -142,11 +136,8 @@ class Chooser:
         return self._flat(None)
 
     def within(self, budget_bytes: int) -> flat.Point:
-        """The fastest plan within a budget.
-
-        Raises:
-            InfeasibleBudget: If the solver finds none.
-        """
+        """The fastest plan within a budget; `InfeasibleBudget` if the solver
+        finds none."""
         if self.everything.peak_bytes <= budget_bytes:
             return self.everything
         if self.solver == "optimal":

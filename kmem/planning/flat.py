@@ -208,13 +208,9 @@ def search(
 
     Speed is given back while the peak stays below `options.lb_memory_mb`, or
     the budget, if these are larger than the smallest peak. `num_worker` has
-    no effect: one worker takes less time than it takes to start others.
-
-    Args:
-        budget_bytes: The peak, with everything that is in memory.
-
-    Raises:
-        InfeasibleBudget: If the smallest peak found is larger.
+    no effect: one worker takes less time than it takes to start others. The
+    budget is that of the peak, with everything that is in memory;
+    `InfeasibleBudget` if the smallest peak found is larger.
     """
     options = options or Genetic()
     search = _Search(network)

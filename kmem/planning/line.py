@@ -207,13 +207,9 @@ class _Values:
             )
 
     def used_until(self, stop: int, all_run: bool):
-        """Which stages run if `stop` is the end, and the last uses.
-
-        Returns:
-            Stage -> whether its backward pass, or that of a later stage
-            before `stop`, needs it to run; value -> the last stage before
-            `stop` that uses it, or -1.
-        """
+        """Stage -> whether its backward pass, or that of a later stage before
+        `stop`, needs it to run; value -> the last stage before `stop` that
+        uses it, or -1."""
         runs = np.zeros(stop, bool)
         last = np.full(len(self.ids), -1)
         needed: set[int] = set()

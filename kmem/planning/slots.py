@@ -202,11 +202,8 @@ def most_memory(line: SlottedLine) -> np.ndarray:
 
 
 def _lower(line: SlottedLine, first: int, lower, upper, buffer) -> np.ndarray:
-    """Lowers both bounds of a rest to what segments to begin with allow.
-
-    Returns:
-        For each segment, the most memory with which it may be worth it.
-    """
+    """Lowers both bounds of a rest to what segments to begin with allow; gives
+    for each segment the most memory with which it may be worth it."""
     last = line.num_blocks - 1
     # The rest is the last of the sub-chains that are as long.
     row = slice(-1, None)

@@ -204,11 +204,7 @@ class Table:
 
     def plan(self, slots: int) -> tuple[tuple, ...]:
         """The segments `(start, stop, inner, on_host)` of a best plan, in
-        blocks.
-
-        Args:
-            slots: The memory that it may take, where `extra` is finite.
-        """
+        blocks, that may take so many slots, where `extra` is finite."""
         return self._trace(0, self._line.num_blocks - 1, slots)
 
     def _trace(self, first: int, last: int, slots: int):

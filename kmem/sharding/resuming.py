@@ -179,11 +179,7 @@ class _Ending:
         return bool(agreeing.ranks_where(engine(), self._came, "sigterm"))
 
     def end(self, comes: bool = False) -> None:
-        """Lets the signal wait no more.
-
-        Args:
-            comes: Whether it comes now, as it does if it came before.
-        """
+        """Lets the signal wait no more: it comes now if it came, or `comes`."""
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
