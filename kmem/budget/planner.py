@@ -310,12 +310,19 @@ def adding_up(
     model: keras.Model, network: Network, options: MemoryOptions, is_split: bool
 ) -> Network:
     """That of a micro-batch, or of a batch of a group, beside the sums of
-    gradients. In a graph each is added as soon as it is there."""
-    in_graph = profiling.mode(model, options) != "eager"
+    gradients. In a graph each is added as soon as it is there, and in XLA, but
+    for batches of several replicas, which are added outside."""
+    mode = profiling.mode(model, options)
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    keeps = mode == "eager" or (mode == "xla" and replicas > 1 and not is_split)
     num_sums = (options.num_batches > 1) + is_split
     sums = num_sums * batches.num_bytes(model.trainable_variables)
-    keeps = {"keeps_gradients": not in_graph, "adds_gradients": True}
-    return dataclasses.replace(network, resident_bytes=sums, **keeps)
+    return dataclasses.replace(
+        network,
+        resident_bytes=sums,
+        keeps_gradients=keeps,
+        adds_gradients=True,
+    )
 
 
 def _measured_by_first(group: Engine, network: Network) -> Network:

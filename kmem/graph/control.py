@@ -206,7 +206,8 @@ class Guards:
     The chain reaches a layer through the inputs of the layer's own gradients:
     whatever reads these inputs is made to wait for the gradients that come
     before them. All new dependencies follow the order in which operations
-    were created, so they cannot form a cycle.
+    were created, so they cannot form a cycle; nor can those of `finish`, on
+    what was made of one of the gradients and of nothing that waits for it.
 
     Args:
         gradients: Tensors, `IndexedSlices` or `None`, of one graph.

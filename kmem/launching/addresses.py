@@ -69,8 +69,8 @@ class Network:
             )
 
     def guard(self, group: int) -> None:
-        """Has a process group killed when this process ends; minus a group is
-        one that has ended, and is forgotten."""
+        """Has a process group killed when this process ends; minus its number
+        says that it has ended, and forgets it."""
         # Without a guardian there is nobody to tell; the ranks still end
         # with a launcher that ends as it should.
         with contextlib.suppress(BrokenPipeError):

@@ -42,7 +42,7 @@ _OUTPUT_SECONDS = 1.0
 _writing = threading.Lock()
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class RankFailed(RuntimeError):
     """A process that a launch has started has failed.
 

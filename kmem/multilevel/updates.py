@@ -131,10 +131,13 @@ def with_start(
 
 
 def check(level: Derivatives, name: str) -> None:
-    """Refuses updates whose adjoint this is not, as far as they are built: of
-    an optimizer that does not make one of every gradient, and of it alone, or
-    not by its `update_step`, or that keeps integers, which have no gradient,
-    for its weights."""
+    """Refuses updates whose adjoint this is not, as far as they are built.
+
+    Raises:
+        ValueError: If the level's optimizer does not make an update of every
+            gradient, and of it alone, or not by its `update_step`, or keeps
+            integers, which have no gradient, for its weights.
+    """
     optimizer = level.optimizer
     options = "gradient_accumulation_steps", "ema_overwrite_frequency"
     settings = [

@@ -100,9 +100,9 @@ class Engine:
 
     @contextlib.contextmanager
     def watching(self, times: int = 1) -> Iterator[None]:
-        """Within, nothing may wait for other processes for too long: so many
-        times as long as a single step may. Nothing in a graph that is traced:
-        it runs at another time."""
+        """Within, nothing may wait for other processes for too long: `times`
+        as long as a single step may. Nothing in a graph that is traced: it
+        runs at another time."""
         yield
 
 

@@ -179,7 +179,8 @@ class _Ending:
         return bool(agreeing.ranks_where(engine(), self._came, "sigterm"))
 
     def end(self, comes: bool = False) -> None:
-        """Lets the signal wait no more: it comes now if it came, or `comes`."""
+        """Lets the signal wait no more: it comes now if it came before, or if
+        `comes` says so."""
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None

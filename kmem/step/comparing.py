@@ -9,6 +9,7 @@ tell what layers with statistics mix, or what random numbers change.
 """
 
 import contextlib
+import enum
 import functools
 import inspect
 import itertools
@@ -53,7 +54,7 @@ _KNOWN = frozenset({"keras", "keras_hub", "kmem"})
 # Those of `tf.random`, with which Keras draws too.
 _DRAWS = ("normal", "uniform", "truncated_normal")
 _ONE_ROW = "one_row_for_all"
-_NOT_TRIED = "which could not be tried on random examples"
+_FAILED = "which could not be tried on random examples"
 # Operations that are seen to have run.
 _CHANGING = re.compile("Assign|Print|PyFunc|ResourceScatter")
 
@@ -91,23 +92,38 @@ def names(model, loss: Loss, take_step: Callable, specs) -> list[str]:
     layers = private_keras.all_layers(model)
     # What differs by itself in training rests, or all if that tells nothing.
     resting = list(filter(private_keras.own_state, layers)), layers
-    for terms, at_rest in itertools.product(_vocabularies(layers), resting):
-        differs = _differs(model, loss, take_step, specs, at_rest, terms)
-        if differs is not None:
-            return [f"the loss of {model.name}"] if differs else []
-    return [f"perhaps the loss of {model.name}, {_NOT_TRIED}"]
+    told = _Told.NOT_TRIED
+    vocabularies = _vocabularies(layers, batches.leaves(specs))
+    for vocabulary, at_rest in itertools.product(vocabularies, resting):
+        told = _tell(model, loss, take_step, specs, at_rest, vocabulary)
+        if told in (_Told.SAME, _Told.ANOTHER):
+            break
+    if told is _Told.FAILED:
+        return [f"perhaps the loss of {model.name}, {_FAILED}"]
+    return [f"the loss of {model.name}"] if told is _Told.ANOTHER else []
 
 
-def _vocabularies(layers: list) -> Iterator[dict[str, list]]:
+class _Told(enum.Enum):
+    """What a trial tells of a batch's loss beside that of its parts; one that
+    may be seen, by what it leaves or takes, is not made."""
+
+    SAME, ANOTHER, FAILED, NOT_TRIED = range(4)
+
+
+def _vocabularies(layers: list, specs: list) -> Iterator[dict[str, list]]:
     """What random words, and integers, may be: those that layers look up, since
-    to them all others are the same; then any."""
-    tables = [x for x in layers if hasattr(x, "get_vocabulary")]
-    with tf.init_scope():
-        known = [term for table in tables for term in table.get_vocabulary()]
+    to them all others are the same; then any integers."""
+    known: list = []
+    if not all(spec.dtype.is_floating for spec in specs):
+        for layer in layers:
+            # One of one's own may be anything of that name.
+            with contextlib.suppress(Exception), tf.init_scope():
+                known += layer.get_vocabulary()
     words = [term for term in known if isinstance(term, str)]
     integers = [term for term in known if not isinstance(term, str)]
     words = words or list(string.ascii_letters)
-    for numbers in filter(None, (integers, [0, 1])):
+    # Zeros may be a mask, of which Keras refuses some on a GPU.
+    for numbers in filter(None, (integers, [0, 1], [1, 2])):
         yield {"words": words, "integers": numbers}
 
 
@@ -151,11 +167,11 @@ def check_masks(model, denominators: list, weights: list) -> None:
     )
 
 
-def _differs(
-    model, loss: Loss, take_step: Callable, specs, resting: list, terms: dict
-) -> bool | None:
+def _tell(
+    model, loss: Loss, take_step: Callable, specs, resting: list, vocabulary
+) -> _Told:
     """Whether a batch's loss is another than that of its parts, where some
-    layers do what they do in inference; `None` if that is not known."""
+    layers do what they do in inference."""
     layers = private_keras.all_layers(model)
     is_coarse = any("16" in str(layer.compute_dtype) for layer in layers)
     tolerance = _ROUNDING_OF_16_BITS if is_coarse else _ROUNDING
@@ -193,9 +209,9 @@ def _differs(
         # Not within `init_scope`, which stops all tapes.
         trace = trace.get_concrete_function(number, totals, *given)
         if _leaves_traces(trace.graph):
-            return False
+            return _Told.NOT_TRIED
         with tf.init_scope():
-            arrays = _random(given, **terms)
+            arrays = _random(given, **vocabulary)
             whole = tf.constant(1, tf.float64)
             _, totals = run(_ALL, dict.fromkeys(loss.counted, whole))
             together, _ = run(_ALL, totals)
@@ -203,15 +219,17 @@ def _differs(
                 [run(rows, totals, 0.5)[0] for rows in halves]
                 for halves in _HALVES
             ]
+    except tf.errors.ResourceExhaustedError:
+        return _Told.NOT_TRIED
     except Exception:
         # A step of one's own may need other numbers, and raise anything.
-        return None
+        return _Told.FAILED
     finally:
         tf.config.experimental.enable_tensor_float_32_execution(rounding)
     difference = np.abs(np.sum(apart, 1) - together).max()
     if difference <= tolerance * max(abs(together), np.abs(apart).max()):
-        return False
-    return True if np.isfinite(difference) else None
+        return _Told.SAME
+    return _Told.ANOTHER if np.isfinite(difference) else _Told.FAILED
 
 
 def _leaves_traces(graph: tf.Graph) -> bool:
@@ -293,7 +311,7 @@ def _taken(rows: slice, spec, array: tf.Tensor):
             ragged_rank=spec.ragged_rank,
             row_splits_dtype=spec.row_splits_dtype,
         )
-    return array[rows]
+    return array[rows] if array.shape.rank else array
 
 
 def _random(
@@ -309,6 +327,8 @@ def _random(
     usual = [next(filter(None, sizes), _UNKNOWN) for sizes in axes]
     known = [
         [_ROWS, *(size or usual[i] for i, size in enumerate(tensor.shape[1:]))]
+        if tensor.shape.rank != 0
+        else []
         for tensor in tensors
     ]
     if dtype and max(map(math.prod, known)) > _MANY:

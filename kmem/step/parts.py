@@ -229,9 +229,11 @@ def spec_of_parts(data: Any) -> Any:
 
 
 def _part_spec(leaf):
-    if leaf is None or leaf.shape.rank == 0:
-        return leaf
+    if leaf is None:
+        return None
     spec = tf.type_spec_from_value(leaf)
+    if leaf.shape.rank == 0:
+        return spec
     shape = tf.TensorShape([None, *leaf.shape[1:]])
     if isinstance(leaf, tf.RaggedTensor):
         return tf.RaggedTensorSpec(

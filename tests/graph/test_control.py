@@ -203,6 +203,29 @@ def test_each_gradient_waits_for_the_one_before_it():
         assert _producer(earlier) in before
 
 
+def test_what_waits_for_a_gradient_waits_for_its_sum_instead():
+    weights, x = layers_and_input()
+
+    @tf.function(jit_compile=True)
+    def step(x, totals):
+        gradients = gradients_of(weights, x)
+        guards = control.Guards(gradients)
+        sums = []
+        for total, gradient in zip(totals, gradients, strict=True):
+            sums.append(total + 0.5 * gradient)
+            guards.finish([sums[-1].op], [sums[-1].op])
+        return sums
+
+    totals = [tf.ones_like(weight) for weight in weights]
+    graph = step.get_concrete_function(x, totals).graph
+    made = [_producer(tensor.op) for tensor in graph.outputs]
+    for later, earlier in zip(made, made[1:], strict=False):
+        assert earlier in ancestors(later, by_data=True)
+    wanted = [1 + 0.5 * g for g in gradients_of(weights, x)]
+    for got, want in zip(step(x, totals), wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
 def test_missing_and_sparse_gradients_are_taken_as_they_are():
     table = tf.Variable(tf.eye(4))
     unused = tf.Variable(1.0)

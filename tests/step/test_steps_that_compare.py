@@ -191,7 +191,29 @@ class Balanced(layers.Layer):
         return x
 
 
+SEEN = tf.Variable(0)
+
+
+class Besides(layers.Layer):
+    """Does what may be seen in training, and mixes examples."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.does = does
+
+    def call(self, x, training=False):
+        with tf.control_dependencies([self.does()] if training else []):
+            return x - ops.mean(x, 0)
+
+
 LAYERS = {
+    "beside a number of its own": (
+        lambda: Besides(
+            lambda: tf.raw_ops.RandomUniform(shape=[1], dtype=tf.float32)
+        ),
+        True,
+    ),
+    "beside a count": (lambda: Besides(lambda: SEEN.assign_add(1)), True),
     "a loss of training": (Balanced, True),
     "a loss of training beside dropout": (
         lambda: keras.Sequential([layers.Dropout(0.5), Balanced()]),
@@ -285,6 +307,44 @@ def test_a_mean_over_a_padded_length_is_named():
     rows = tf.ragged.constant([[1], [2, 3, 4], [5], [6, 7]])
     data = tf.data.Dataset.from_tensor_slices((rows, X[:4])).batch(4)
     with NAMED:
+        model.fit(data, shuffle=False, verbose=0, microbatches=2)
+
+
+def test_what_is_no_vocabulary_is_let_be():
+    class Translated(layers.Lambda):
+        def get_vocabulary(self, language):
+            return language
+
+    look_up, ids = Translated(lambda x: x), np.array([1, 2, 3, 4])
+    data = tf.data.Dataset.from_tensors((ids, X[:4]))
+    for compares in (True, False):
+        model = kmem.wrap(Found(look_up, compares))
+        model.compile("sgd", "mse")
+        with NAMED if compares else contextlib.nullcontext():
+            model.fit(data, shuffle=False, verbose=0, microbatches=2)
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_step_that_is_given_a_number_is_tried(compares):
+    class Weighted(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(6)
+
+        def train_step(self, data):
+            x, y, weight = data
+            with tf.GradientTape() as tape:
+                codes = self.dense(x)
+                codes -= ops.mean(codes, axis=0) if compares else 0.0
+                loss = weight * ops.mean(ops.square(codes - y))
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"loss": loss}
+
+    model = kmem.wrap(Weighted())
+    model.compile("sgd")
+    data = tf.data.Dataset.from_tensors((X, X, np.float32(0.5)))
+    with NAMED if compares else contextlib.nullcontext():
         model.fit(data, shuffle=False, verbose=0, microbatches=2)
 
 
