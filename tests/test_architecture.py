@@ -46,7 +46,7 @@ MAX_FILE_LINES = 400
 # A budget makes every addition ask what it is worth, and whether something
 # can go. Raise it in the change that needs it, and say why there.
 # The last one: unrolled steps within a budget (multilevel/rewinding.py).
-MAX_TOTAL_LINES = 32350
+MAX_TOTAL_LINES = 32349
 
 FRAMEWORKS = {"tensorflow", "keras"}
 # What is private in them is imported, and touched, by these alone.

@@ -317,12 +317,8 @@ def adding_up(
     keeps = mode == "eager" or (mode == "xla" and replicas > 1 and not is_split)
     num_sums = (options.num_batches > 1) + is_split
     sums = num_sums * batches.num_bytes(model.trainable_variables)
-    return dataclasses.replace(
-        network,
-        resident_bytes=sums,
-        keeps_gradients=keeps,
-        adds_gradients=True,
-    )
+    gradients = {"keeps_gradients": keeps, "adds_gradients": True}
+    return dataclasses.replace(network, resident_bytes=sums, **gradients)
 
 
 def _measured_by_first(group: Engine, network: Network) -> Network:

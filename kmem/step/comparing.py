@@ -93,9 +93,12 @@ def names(model, loss: Loss, take_step: Callable, specs) -> list[str]:
     # What differs by itself in training rests, or all if that tells nothing.
     resting = list(filter(private_keras.own_state, layers)), layers
     told = _Told.NOT_TRIED
-    vocabularies = _vocabularies(layers, batches.leaves(specs))
-    for vocabulary, at_rest in itertools.product(vocabularies, resting):
-        told = _tell(model, loss, take_step, specs, at_rest, vocabulary)
+    vocabularies = list(_vocabularies(layers, batches.leaves(specs)))
+    for at_rest in resting:
+        for vocabulary in vocabularies:
+            told = _tell(model, loss, take_step, specs, at_rest, vocabulary)
+            if told is not _Told.FAILED:
+                break
         if told in (_Told.SAME, _Told.ANOTHER):
             break
     if told is _Told.FAILED:

@@ -100,6 +100,14 @@ def trained(model, *targets, **options):
     return model.get_weights()
 
 
+def assert_named(model, data, compares, loss="mse"):
+    """Whether its loss is named if it compares examples, and else is not."""
+    model = kmem.wrap(model)
+    model.compile("sgd", loss)
+    with NAMED if compares else contextlib.nullcontext():
+        model.fit(data, shuffle=False, verbose=0, microbatches=2)
+
+
 DRAWS = {
     "nothing": None,
     "by TensorFlow": lambda shape: tf.random.normal(shape),
@@ -288,11 +296,8 @@ LOOK_UPS = {
 @pytest.mark.parametrize("name", LOOK_UPS)
 def test_what_looks_up_its_inputs_is_tried_on_what_it_knows(name, compares):
     make, x = LOOK_UPS[name]
-    model = kmem.wrap(Found(make(), compares))
-    model.compile("sgd", "mse")
     data = tf.data.Dataset.from_tensor_slices((x, X[:4])).batch(4)
-    with NAMED if compares else contextlib.nullcontext():
-        model.fit(data, shuffle=False, verbose=0, microbatches=2)
+    assert_named(Found(make(), compares), data, compares)
 
 
 def test_a_mean_over_a_padded_length_is_named():
@@ -302,12 +307,9 @@ def test_a_mean_over_a_padded_length_is_named():
         def call(self, x):
             return self.dense(ops.mean(self.embedding(x.to_tensor()), axis=1))
 
-    model = kmem.wrap(Mean(None, False))
-    model.compile("sgd", "mse")
     rows = tf.ragged.constant([[1], [2, 3, 4], [5], [6, 7]])
     data = tf.data.Dataset.from_tensor_slices((rows, X[:4])).batch(4)
-    with NAMED:
-        model.fit(data, shuffle=False, verbose=0, microbatches=2)
+    assert_named(Mean(None, False), data, True)
 
 
 def test_what_is_no_vocabulary_is_let_be():
@@ -318,10 +320,7 @@ def test_what_is_no_vocabulary_is_let_be():
     look_up, ids = Translated(lambda x: x), np.array([1, 2, 3, 4])
     data = tf.data.Dataset.from_tensors((ids, X[:4]))
     for compares in (True, False):
-        model = kmem.wrap(Found(look_up, compares))
-        model.compile("sgd", "mse")
-        with NAMED if compares else contextlib.nullcontext():
-            model.fit(data, shuffle=False, verbose=0, microbatches=2)
+        assert_named(Found(look_up, compares), data, compares)
 
 
 @pytest.mark.parametrize("compares", [True, False])
@@ -341,11 +340,8 @@ def test_a_step_that_is_given_a_number_is_tried(compares):
             self.optimizer.apply(tape.gradient(loss, variables), variables)
             return {"loss": loss}
 
-    model = kmem.wrap(Weighted())
-    model.compile("sgd")
     data = tf.data.Dataset.from_tensors((X, X, np.float32(0.5)))
-    with NAMED if compares else contextlib.nullcontext():
-        model.fit(data, shuffle=False, verbose=0, microbatches=2)
+    assert_named(Weighted(), data, compares, loss=None)
 
 
 @pytest.mark.parametrize("compares", [True, False])
@@ -359,11 +355,8 @@ def test_sparse_batches_are_tried(compares):
             x = self.dense(x)
             return x - ops.mean(x, axis=0) if compares else x
 
-    model = kmem.wrap(Centred())
-    model.compile("sgd", "mse")
     data = tf.data.Dataset.from_tensors((tf.sparse.from_dense(X), X))
-    with NAMED if compares else contextlib.nullcontext():
-        model.fit(data, shuffle=False, verbose=0, microbatches=2)
+    assert_named(Centred(), data, compares)
 
 
 @pytest.mark.parametrize("reduce", [ops.mean, ops.sum])
