@@ -11,7 +11,7 @@
 //   Their bytes are the device's, so the next operation is refused in their
 //   stead. Multiplying matrices is among those that do notice.
 //
-// Only asked once a request does not fit, so time does not matter here.
+// Only asked once a request does not fit, which is often where memory is full.
 
 #ifndef KMEM_MEMORY_CALLER_H_
 #define KMEM_MEMORY_CALLER_H_
@@ -20,6 +20,8 @@
 #include <execinfo.h>
 
 #include <cstring>
+#include <mutex>
+#include <unordered_map>
 
 namespace kmem {
 
@@ -29,6 +31,19 @@ enum class Caller { kNoticesFailure, kXla, kHostData, kOneDnn };
 // operation's kernel is asking.
 enum class Attributes { kNone, kKernel, kOther };
 
+// The name of the function that an address lies in; null if it has none. To
+// find one takes a look at all of TensorFlow's, which is a millisecond.
+inline const char* SymbolOf(void* address) {
+  static std::mutex mutex;
+  // Never freed: a program that ends may still ask.
+  static auto* symbols = new std::unordered_map<void*, const char*>;
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto [entry, is_new] = symbols->try_emplace(address, nullptr);
+  Dl_info info;
+  if (is_new && dladdr(address, &info) != 0) entry->second = info.dli_sname;
+  return entry->second;
+}
+
 // Calls `visit` with the symbols of the calling functions, the nearest first,
 // until it returns true. Returns whether it did.
 template <typename Visit>
@@ -36,9 +51,8 @@ bool VisitCallers(Visit visit) {
   void* frames[24];
   const int num_frames = backtrace(frames, 24);
   for (int i = 0; i < num_frames; ++i) {
-    Dl_info info;
-    if (dladdr(frames[i], &info) == 0 || info.dli_sname == nullptr) continue;
-    if (visit(info.dli_sname)) return true;
+    const char* symbol = SymbolOf(frames[i]);
+    if (symbol != nullptr && visit(symbol)) return true;
   }
   return false;
 }
