@@ -1,5 +1,6 @@
 """`fit` takes options, and gives the model back as it was."""
 
+import contextlib
 import functools
 
 import cases
@@ -188,6 +189,56 @@ def test_options_that_no_keras_fit_was_given_are_told():
 
     with pytest.warns(UserWarning, match="Memory options had no effect"):
         kmem.wrap(model).fit(NUMBERS, TARGETS, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    "options", [OPTIONS[0], {"memory_budget": "8GB"}], ids=str
+)
+def test_a_callback_that_takes_options_off_is_refused(
+    model, arguments, options
+):
+    class Freeze(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.layers[1].trainable = False
+            self.model.make_train_function(force=True)
+
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="between two calls of `fit`"):
+        model.fit(**arguments, **options, callbacks=[Freeze()])
+
+    model.layers[1].trainable = True
+    assert snapshot(model) == before
+    model.make_train_function(force=True)
+
+
+class Late(keras.Sequential):
+    def make_train_function(self, force=False):
+        self.train_function = lambda iterator: self.train_step(next(iterator))
+
+
+class Wraps(keras.Sequential):
+    def make_train_function(self, force=False):
+        super().make_train_function(force)
+        keras_function = self.train_function
+        self.train_function = lambda iterator: keras_function(iterator)
+
+
+@pytest.mark.parametrize("kind", [Late, Wraps])
+def test_a_train_function_of_ones_own_takes_the_options_step(kind):
+    model = kind([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    says = contextlib.nullcontext()
+    if kind is Late:
+        says = pytest.raises(ValueError, match="must read `self.train_step`")
+
+    with says:
+        kmem.wrap(model).fit(
+            *(np.ones((8, 1)), np.ones(8)),
+            gradient_accumulation_steps=4,
+            batch_size=2,
+            verbose=0,
+        )
+        assert int(model.optimizer.iterations) == 1
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)

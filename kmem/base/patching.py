@@ -185,6 +185,43 @@ def _set(instance, name: str, value) -> None:
         own.__setattr__(instance, name, value)
 
 
+def kept(model) -> Context:
+    """Within, a model's train function is not made anew by others."""
+
+    def make(force=False):
+        if force:
+            raise ValueError(
+                "A callback must not call `make_train_function(force=True)` "
+                "while `fit` trains under memory options, which it would take "
+                "off: change the model between two calls of `fit`. "
+                f"Received: model={model.name}"
+            )
+        # One of the model's own may make it anew all the same.
+        if model.train_function is None:
+            type(model).make_train_function(model)
+        return model.train_function
+
+    return attribute(model, "make_train_function", make)
+
+
+def taking(model, function: Callable, has_taken: Callable) -> Callable:
+    """A train function that must take the step that it was made with."""
+
+    def train(iterator):
+        logs = function(iterator)
+        if not has_taken():
+            raise ValueError(
+                "A `make_train_function` of one's own must read "
+                "`self.train_step` when it is called, as Keras's does: "
+                "`step = self.train_step`, then `tf.function(lambda iterator: "
+                "step(next(iterator)))`. Else memory options have no effect. "
+                f"Received: model={model.name}"
+            )
+        return logs
+
+    return train
+
+
 def guarded(session, name: str, function: Callable) -> Callable:
     """A function that takes its session off by itself.
 

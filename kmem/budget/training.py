@@ -104,6 +104,7 @@ class BudgetedSession:
         # What was on the model, and what is, by name.
         self._plain: dict[str, Any] = {}
         self._functions: dict[str, Callable] = {}
+        self._kept = contextlib.ExitStack()
         # By what does not depend on how many parts train.
         self._inferences: dict[MemoryOptions, BudgetedInference] = {}
 
@@ -187,6 +188,8 @@ class BudgetedSession:
                 function = patching.guarded(self, name, function)
             self._functions[name] = function
         self._put_on()
+        if test_step:
+            self._kept.enter_context(patching.kept(model))
         if self._bucket is not None:
             self._enter(self._bucket)
 
@@ -213,6 +216,7 @@ class BudgetedSession:
             if getattr(self.model, name) is function:
                 setattr(self.model, name, self._plain[name])
         self._functions = {}
+        self._kept.close()
 
     def end_group(self) -> None:
         """Applies the last, incomplete group of batches."""

@@ -14,11 +14,15 @@ What it does not do: call what cannot run twice, or what depends on anything
 but its arguments and Keras's variables; see `CannotCompile`.
 """
 
+import contextlib
 import functools
+import random
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kmem.base.private_keras import tf_variable
@@ -39,6 +43,29 @@ _AS_TRACED = _config.SerializeToString()
 
 class CannotCompile(ValueError):
     """A call that must run operator by operator."""
+
+
+class _Graph(tf.__internal__.FuncGraph):
+    """That of a function which takes no tensors from outside: it would keep
+    them as they are now."""
+
+    def capture(self, tensor, name=None, shape=None):
+        """A tensor as it may be read within."""
+        if getattr(tensor, "graph", None) is not self:
+            raise CannotCompile("It reads a tensor that is no argument.")
+        return tensor
+
+
+@contextlib.contextmanager
+def _none_drawn() -> Iterator[None]:
+    """Refuses, within, to draw random numbers in Python: they would stay what
+    they are now."""
+    before = random.getstate(), np.random.get_state()
+    yield
+    if repr((random.getstate(), np.random.get_state())) != repr(before):
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        raise CannotCompile("It draws random numbers in Python.")
 
 
 class CompiledCall:
@@ -63,10 +90,8 @@ class CompiledCall:
         specs: list,
         exact: bool = False,
     ):
-        # Not a `tf.function`: that would take tensors from outside as they
-        # are now. Here they are errors.
-        graph = tf.Graph()
-        with graph.as_default():
+        graph = _Graph("call")
+        with graph.as_default(), _none_drawn():
             self._trace(graph, function, join, specs, exact)
 
     def _trace(self, graph, function, join, specs, exact) -> None:

@@ -88,6 +88,7 @@ class Session:
         self._of_batch: tuple[str, Callable] | None = None
         # By name: what is on the model, and what was there before.
         self._installed: dict[str, tuple[Callable, Any]] = {}
+        self._kept = contextlib.ExitStack()
         self._put_together(plan, recording)
 
     def _put_together(
@@ -199,6 +200,8 @@ class Session:
         for each in self._mechanisms:
             each.start()
         self._make_functions()
+        if test_step:
+            self._kept.enter_context(patching.kept(self.model))
         # Others were traced with weights that are in shards now.
         every = test_step or any(m.between_steps for m in self._mechanisms)
         for name, function in self._made.items():
@@ -223,6 +226,7 @@ class Session:
                 # It was traced with weights that are still in shards.
                 setattr(self.model, name, None if left else plain)
         self._installed = {}
+        self._kept.close()
         for each in reversed(self._mechanisms):
             each.stop(failed)
 
@@ -321,8 +325,12 @@ class Session:
                 evaluate = functools.partial(self._evaluate, kind)
                 step = self._train if kind == "train" else evaluate
                 with patching.attribute(model, f"{kind}_step", step):
-                    getattr(model, f"make_{name}")(force=True)
+                    getattr(type(model), f"make_{name}")(model, force=True)
                 function = getattr(model, name)
+                if kind == "train":
+                    function = patching.taking(
+                        model, function, lambda: self._is_traced
+                    )
                 for each in concerned:
                     function = each.wrapped(function)
                 functions[name] = function

@@ -13,13 +13,10 @@ import enum
 import functools
 import inspect
 import itertools
-import math
 import re
-import string
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
-from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -30,21 +27,13 @@ from kmem.base import private_keras
 from kmem.graph import releasing
 from kmem.step import batches
 from kmem.step import capture
+from kmem.step import examples
 from kmem.step.loss_terms import Loss
 from kmem.step.loss_terms import LossTerms
 from kmem.step.loss_terms import recording
 from kmem.step.metrics import reached_from
 from kmem.step.multiples import RANDOM
 
-# Two halves, in two ways, as one may be the same by chance; not of one row, of
-# which an axis may be left out.
-_ROWS, _ALL = 4, slice(None)
-_HALVES = ((slice(0, 2), slice(2, 4)), (slice(0, 4, 2), slice(1, 4, 2)))
-# A size that is not known, and the largest that is tried where all are many.
-_UNKNOWN, _SMALL = 2, 8
-# Of rows of unequal length: a half may be shorter than the whole.
-_LENGTHS = np.array([1, 1, 2, 2])
-_MANY = 2**20
 _OF_SHAPES = frozenset({"OnesLike", "ZerosLike", "Shape", "Size", "Rank"})
 # By how much sums in another order may differ, of the largest number: they do
 # by 1e-7 in the nets of `keras.applications`.
@@ -66,7 +55,9 @@ def looking() -> Iterator[dict[str, bool | None]]:
     found: dict[str, bool | None] = {}
 
     def call(compute, loss, y_true, y_pred, *args, **kwargs):
-        found[loss.name] = _compares(loss, y_true, y_pred)
+        weights = [*args, *kwargs.values()]
+        is_weighted = any(each is not None for each in weights)
+        found[loss.name] = _compares(loss, y_true, y_pred, is_weighted)
         return compute(loss, y_true, y_pred, *args, **kwargs)
 
     with patching.method(keras.losses.Loss, "__call__", call):
@@ -93,7 +84,7 @@ def names(model, loss: Loss, take_step: Callable, specs) -> list[str]:
     # What differs by itself in training rests, or all if that tells nothing.
     resting = list(filter(private_keras.own_state, layers)), layers
     told = _Told.NOT_TRIED
-    vocabularies = list(_vocabularies(layers, batches.leaves(specs)))
+    vocabularies = list(examples.vocabularies(layers, batches.leaves(specs)))
     for at_rest in resting:
         for vocabulary in vocabularies:
             told = _tell(model, loss, take_step, specs, at_rest, vocabulary)
@@ -111,23 +102,6 @@ class _Told(enum.Enum):
     may be seen, by what it leaves or takes, is not made."""
 
     SAME, ANOTHER, FAILED, NOT_TRIED = range(4)
-
-
-def _vocabularies(layers: list, specs: list) -> Iterator[dict[str, list]]:
-    """What random words, and integers, may be: those that layers look up, since
-    to them all others are the same; then any integers."""
-    known: list = []
-    if not all(spec.dtype.is_floating for spec in specs):
-        for layer in layers:
-            # One of one's own may be anything of that name.
-            with contextlib.suppress(Exception), tf.init_scope():
-                known += layer.get_vocabulary()
-    words = [term for term in known if isinstance(term, str)]
-    integers = [term for term in known if not isinstance(term, str)]
-    words = words or list(string.ascii_letters)
-    # Zeros may be a mask, of which Keras refuses some on a GPU.
-    for numbers in filter(None, (integers, [0, 1], [1, 2])):
-        yield {"words": words, "integers": numbers}
 
 
 def _may_mix(model) -> bool:
@@ -196,11 +170,25 @@ def _tell(
             for group in loss.counted
         }
 
-    def run(rows, totals, share=1.0):
+    def run(arrays, rows, totals, share=1.0):
         share = tf.constant(share, tf.float64)
-        taken = map(functools.partial(_taken, rows), given, arrays)
+        taken = map(functools.partial(examples.taken, rows), given, arrays)
         value, found = trace(share, totals, *taken)
         return float(value), found
+
+    def tell(arrays, ways) -> _Told:
+        totals = dict.fromkeys(loss.counted, tf.constant(1, tf.float64))
+        if totals:
+            _, totals = run(arrays, examples.ALL, totals)
+        together, _ = run(arrays, examples.ALL, totals)
+        apart = [
+            [run(arrays, rows, totals, 0.5)[0] for rows in halves]
+            for halves in ways
+        ]
+        difference = np.abs(np.sum(apart, 1) - together).max()
+        if difference <= tolerance * max(abs(together), np.abs(apart).max()):
+            return _Told.SAME
+        return _Told.ANOTHER if np.isfinite(difference) else _Told.FAILED
 
     # GPUs would round numbers to fewer bits.
     rounding = tf.config.experimental.tensor_float_32_execution_enabled()
@@ -214,14 +202,16 @@ def _tell(
         if _leaves_traces(trace.graph):
             return _Told.NOT_TRIED
         with tf.init_scope():
-            arrays = _random(given, **vocabulary)
-            whole = tf.constant(1, tf.float64)
-            _, totals = run(_ALL, dict.fromkeys(loss.counted, whole))
-            together, _ = run(_ALL, totals)
-            apart = [
-                [run(rows, totals, 0.5)[0] for rows in halves]
-                for halves in _HALVES
-            ]
+            arrays = examples.random(given, **vocabulary)
+            told = tell(arrays, examples.HALVES)
+            if told is not _Told.SAME:
+                return told
+            for marked in examples.marked(arrays, examples.labels(specs)):
+                # Of numbers that mean nothing to it, a step may say no.
+                with contextlib.suppress(Exception):
+                    if tell(marked, examples.HALVES[:1]) is _Told.ANOTHER:
+                        return _Told.ANOTHER
+            return told
     except tf.errors.ResourceExhaustedError:
         return _Told.NOT_TRIED
     except Exception:
@@ -229,10 +219,6 @@ def _tell(
         return _Told.FAILED
     finally:
         tf.config.experimental.enable_tensor_float_32_execution(rounding)
-    difference = np.abs(np.sum(apart, 1) - together).max()
-    if difference <= tolerance * max(abs(together), np.abs(apart).max()):
-        return _Told.SAME
-    return _Told.ANOTHER if np.isfinite(difference) else _Told.FAILED
 
 
 def _leaves_traces(graph: tf.Graph) -> bool:
@@ -283,68 +269,42 @@ def _at_rest(layers: list) -> patching.Context:
     return patching.together(changes())
 
 
-def _compares(loss, y_true, y_pred) -> bool | None:
-    try:
-        with tf.init_scope():
-            arrays = _random([y_true, y_pred], "float32")
-            together, *parts = (
-                np.asarray(loss.call(*(array[rows] for array in arrays)))
-                for rows in (_ALL, *_HALVES[0])
-            )
-            apart = np.concatenate(parts) if together.ndim else np.mean(parts)
-    except Exception:
-        # A loss of one's own may need other numbers, and raise anything.
-        return None
-    if not np.all(np.isfinite(together)):
-        return None
+def _compares(loss, y_true, y_pred, is_weighted: bool) -> bool | None:
+    compares, given = None, [y_true, y_pred]
+    function = getattr(loss, "fn", loss)
+    kinds = {type(loss).__module__, getattr(function, "__module__", "")}
+    is_known = {kind.split(".")[0] for kind in kinds} <= _KNOWN
+    with tf.init_scope():
+        ways = examples.several(given)
+        for numbers in itertools.islice(ways, 1 if is_known else None):
+            # A loss of one's own may need other numbers, and raise anything.
+            with contextlib.suppress(Exception):
+                together = np.asarray(loss.call(*numbers))
+                if not np.all(np.isfinite(together)):
+                    continue
+                if is_weighted and not together.ndim:
+                    return True  # Keras multiplies it by all of the weights.
+                compares = False
+                for halves in examples.HALVES:
+                    if _is_other(loss, numbers, together, halves):
+                        return True
+    return compares
+
+
+def _is_other(loss, arrays: list, together: np.ndarray, halves: tuple) -> bool:
+    """Whether what a loss makes of all rows is not that of its halves."""
+    places = np.arange(examples.NUM_ROWS)
+    order = np.argsort(np.concatenate([places[rows] for rows in halves]))
+    parts = [
+        np.asarray(loss.call(*(array[rows] for array in arrays)))
+        for rows in halves
+    ]
+    if together.ndim:
+        apart = np.concatenate(parts)
+        apart = apart[order] if len(apart) == examples.NUM_ROWS else apart
+    else:
+        apart = np.mean(parts)
     tolerance = _ROUNDING * np.abs(together).max(initial=0)
     return together.shape != apart.shape or not np.allclose(
         together, apart, rtol=0, atol=tolerance
     )
-
-
-def _taken(rows: slice, spec, array: tf.Tensor):
-    """Some rows of numbers, in the form that a spec tells of."""
-    if isinstance(spec, tf.SparseTensorSpec):
-        return tf.sparse.from_dense(array[rows])
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensor.from_tensor(
-            array[rows],
-            lengths=_LENGTHS[rows] if spec.ragged_rank == 1 else None,
-            ragged_rank=spec.ragged_rank,
-            row_splits_dtype=spec.row_splits_dtype,
-        )
-    return array[rows] if array.shape.rank else array
-
-
-def _random(
-    tensors: list,
-    dtype: str | None = None,
-    words: Sequence[str] = (),
-    integers: Sequence[int] = (0, 1),
-) -> list[tf.Tensor]:
-    """Numbers between 0 and 1, or some of those given, in the place of tensors:
-    in their dtypes, or in another one and of fewer if they are many."""
-    # What one does not know of an axis, such as a length, another may.
-    axes = itertools.zip_longest(*(tensor.shape[1:] for tensor in tensors))
-    usual = [next(filter(None, sizes), _UNKNOWN) for sizes in axes]
-    known = [
-        [_ROWS, *(size or usual[i] for i, size in enumerate(tensor.shape[1:]))]
-        if tensor.shape.rank != 0
-        else []
-        for tensor in tensors
-    ]
-    if dtype and max(map(math.prod, known)) > _MANY:
-        known = [[min(size, _SMALL) for size in shape] for shape in known]
-    rng = np.random.default_rng(0)
-    arrays = []
-    for tensor, shape in zip(tensors, known, strict=True):
-        own = tf.as_dtype(tensor.dtype)
-        if own == tf.string:
-            array = rng.choice(words, shape)
-        elif own.is_floating:
-            array = rng.uniform(0.1, 0.9, shape)
-        else:
-            array = rng.choice(integers, shape)
-        arrays.append(tf.cast(array, dtype or own))
-    return arrays

@@ -292,6 +292,12 @@ class Extends(Waves):
         return super().call(x) * 2.0
 
 
+class Masks(Waves):
+    def call(self, x):
+        whole = keras.ops.round(4 * x)
+        return keras.ops.where(whole == 1.0, waves(x), x * (whole != 2.0))
+
+
 class AsksForNumbers(layers.Layer):
     def call(self, x):
         y = tf.boolean_mask(x, x > 0)
@@ -321,7 +327,7 @@ def test_a_layer_of_the_users_own_runs_unless_it_is_named(kind, compiled):
     assert not compiled
 
 
-@pytest.mark.parametrize("kind", [HasCall, Extends, HoldsModels])
+@pytest.mark.parametrize("kind", [HasCall, Extends, HoldsModels, Masks])
 def test_a_named_class_stands_for_those_made_from_it(kind, compiled):
     check_same(sequential(kind), rows(4, 6, 8), compile=(Waves,))
 
@@ -334,6 +340,21 @@ def test_a_named_layer_that_differs_from_call_to_call_runs(kind, compiled):
 
     # Counts differs from what it is compiled for, and is seen to.
     assert not compiled or kind is Counts
+
+
+def test_what_is_drawn_in_python_is_drawn_at_each_call(compiled):
+    state = np.random.get_state()
+    model = keras.Sequential([keras.Input((6, 8)), Draws()])
+    x = tf.constant(rows(4, 6, 8))
+    np.random.seed(3)
+    with Blocks(model, compile=(Draws,)).compiled():
+        got = [model(x) for _ in range(2)]
+    np.random.seed(3)
+    want = [model(x) for _ in range(2)]
+    np.random.set_state(state)
+
+    assert not compiled
+    np.testing.assert_array_equal(got, want)
 
 
 def test_an_attribute_that_changes_between_steps_counts_at_once():

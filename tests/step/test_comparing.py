@@ -40,11 +40,29 @@ def trained(loss, y=None, **options):
     return model.get_weights()
 
 
+def of_marked(is_marked):
+    """A mean over the labels that a mark tells of, or does not."""
+
+    def loss(y, outputs):
+        counts = keras.ops.cast(is_marked(y), "float32")
+        errors = keras.ops.where(is_marked(y), keras.ops.abs(y - outputs), 0.0)
+        return keras.ops.sum(errors) / keras.ops.sum(counts)
+
+    return loss
+
+
+def of_the_hardest(y, outputs):
+    errors = keras.ops.mean(keras.ops.square(y - outputs), axis=-1)
+    count = keras.ops.shape(errors)[0] // 2
+    return keras.ops.mean(keras.ops.top_k(errors, count)[0])
+
+
 def pairs(y, outputs):
     return keras.ops.matmul(outputs, keras.ops.transpose(outputs))
 
 
 LABELS = np.array([[0], [1]] * 4)
+ONE_HOT = np.eye(4, dtype="float32")[[0, 1, 0, 3, 0, 0, 2, 0]]
 LOSSES = {
     "dice": (keras.losses.Dice(), None, True),
     "dice of each": (keras.losses.Dice(axis=(1,)), None, False),
@@ -56,6 +74,10 @@ LOSSES = {
     "total": (total, None, True),
     "contrastive": (contrastive, None, True),
     "pairs": (pairs, None, True),
+    "but void": (of_marked(lambda y: y != 255), None, True),
+    "but absent": (of_marked(lambda y: ~keras.ops.isnan(y)), None, True),
+    "of found": (of_marked(lambda y: y[:, :1] == 1), ONE_HOT, True),
+    "hardest": (of_the_hardest, None, True),
 }
 
 
@@ -70,6 +92,13 @@ def test_a_loss_that_compares_examples_is_named(name):
     if not compares:
         for some, others in zip(got, trained(loss, y), strict=True):
             np.testing.assert_allclose(some, others, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mean_that_is_multiplied_by_weights_is_named():
+    # By all of them: it does not say whose it is.
+    weights = np.linspace(0.5, 2, 8)
+    with pytest.warns(UserWarning, match="Received: mean"):
+        trained(mean, microbatches=2, sample_weight=weights)
 
 
 def test_groups_of_batches_name_it_too():
