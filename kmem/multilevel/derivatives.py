@@ -1,10 +1,10 @@
 """Derivatives of a loss that is a mean over examples, in micro-batches.
 
 With the loss, its gradient and products with its second derivatives are means
-over examples, and each is the mean of those of a batch's micro-batches,
-weighted by their examples: `Derivatives.mean` is the one place that knows of
-micro-batches. What this module does not do: batch normalization sees one
-micro-batch at a time, and dropout draws anew for each.
+over examples, and each is the sum of those of a batch's micro-batches, if their
+losses count with their share of the examples: `Derivatives.mean` is the one
+place that knows of micro-batches. What this module does not do: batch
+normalization sees one micro-batch at a time, and dropout draws anew for each.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from kmem.multilevel.loss import assign
 from kmem.multilevel.loss import read
 from kmem.multilevel.workers import OneProcess
 from kmem.multilevel.workers import mean_over_replicas
+from kmem.multilevel.workers import num_counted
 from kmem.options import MemoryOptions
 from kmem.step.parts import Parts
 
@@ -96,13 +97,24 @@ class Derivatives:
         """The values of its variables."""
         return read(self.variables)
 
-    def mean(self, function: Callable, batch: Any) -> Tensors:
+    def dot(self, a: Tensors, b: Tensors) -> tf.Tensor:
+        """The inner product of two lists of tensors, one for each of its
+        variables."""
+        return self.workers.dot(a, b, self.variables)
+
+    def norm(self, vector: Tensors) -> tf.Tensor:
+        """The norm of a list of tensors, one for each of its variables."""
+        return tf.sqrt(self.dot(vector, vector))
+
+    def mean(self, function: Callable, batch: Any, wrt: list) -> Tensors:
         """The mean over a batch of what is a mean over a micro-batch.
 
         Args:
-            function: Takes a micro-batch, and returns a list of tensors whose
-                shapes do not depend on its size.
+            function: Takes a micro-batch, and what it counts in the mean or
+                `None`. Returns a list of tensors that count so, and whose
+                shapes do not depend on its size. The first ones are gradients.
             batch: The batch, on every replica of a strategy its own.
+            wrt: The variables to which these gradients are taken.
 
         Returns:
             The list of the means, the same on all replicas.
@@ -111,19 +123,17 @@ class Derivatives:
             assign(self.state, self.local.entry)
         if self._num_parts == 1 and not self.workers.split_batches:
             with self.computing():
-                return mean_over_replicas(function(batch))
+                return mean_over_replicas(function(batch, None))
         own = self.workers.slice(batch)
         parts = Parts(own.data, self._num_parts, own.fewest_rows)
 
         def weighted(microbatch, rows, total):
-            share = tf.cast(rows, tf.float64) / tf.cast(total, tf.float64)
             with self.computing():
-                means = function(microbatch)
-            return [t * tf.cast(share, t.dtype) for t in means]
+                return function(microbatch, tf.cast(rows, total.dtype) / total)
 
         with self.workers.passing(self.state, own):
-            sums = parts.sum_traced(weighted, own.rows)
-        return mean_over_replicas(self.workers.total(sums, own))
+            sums = parts.sum_traced(weighted, num_counted(own))
+        return mean_over_replicas(self.workers.total(sums, wrt))
 
     def gradient(
         self, batch: Any, wrt: list | None = None, at: Values | None = None
@@ -152,20 +162,21 @@ class Derivatives:
         self.look_once(batch)
         scale = self.local.scale
 
-        def of_microbatch(microbatch):
+        def of_microbatch(microbatch, share):
             values = self._substitutes(wrt, at)
             sources = [values[id(variable)] for variable in wrt]
             # Gradients within as well: they may run some of the loss again.
             with Substituted(values):
                 with _watching(sources) as tape:
                     logged = self.loss_and_metrics(microbatch)
+                    logged = [_scaled(each, share) for each in logged]
                     scaled = _scaled(logged[0], scale)
                 gradients = tape.gradient(scaled, sources)
             gradients = self._dense(gradients, sources, wrt)
             self._hold_back(gradients)
             return [*gradients, *logged]
 
-        means = self.mean(of_microbatch, batch)
+        means = self.mean(of_microbatch, batch, wrt)
         gradients, logged = means[: len(wrt)], means[len(wrt) :]
         return logged, _unscaled(gradients, scale)
 
@@ -200,17 +211,18 @@ class Derivatives:
         norm: Any = None
         if scale is not None:
             # The scaled loss alone has to fit into 16 bits then.
-            norm = tf.linalg.global_norm(direction)
+            norm = self.norm(direction)
             direction = [tf.math.divide_no_nan(d, norm) for d in direction]
 
-        def of_microbatch(microbatch):
+        def of_microbatch(microbatch, share):
             values = self._substitutes(wrt, at)
             own = [values[id(variable)] for variable in self.variables]
             sources = [values[id(variable)] for variable in wrt]
             with Substituted(values):
                 with _watching(sources) as outer:
                     with _watching(own) as inner:
-                        loss = _scaled(self.loss_of(microbatch), scale)
+                        loss = _scaled(self.loss_of(microbatch), share)
+                        loss = _scaled(loss, scale)
                     gradient = inner.gradient(loss, own)
                     gradient = self._dense(gradient, own, self.variables)
                     self._hold_back(gradient, differentiated=True)
@@ -227,7 +239,7 @@ class Derivatives:
         after = tf.control_dependencies(direction)
         try:
             with self.replayed(batch), moments, after:
-                products = self.mean(of_microbatch, batch)
+                products = self.mean(of_microbatch, batch, wrt)
         except (LookupError, NotImplementedError) as error:
             raise ValueError(
                 f"The loss of level '{self.name}' must have second "

@@ -87,7 +87,7 @@ class FiniteDifference:
     ) -> Tensors:
         """Takes a gradient through a level; see `Identity`."""
         alpha = self.alpha or _ALPHA
-        norm = tf.linalg.global_norm(vector)
+        norm = level.norm(vector)
         step = tf.math.divide_no_nan(tf.constant(alpha, norm.dtype), norm)
         moves = [v * tf.cast(step, v.dtype) for v in vector]
         values = level.values()

@@ -26,6 +26,7 @@ from kmem.multilevel.hypergradients import Identity
 from kmem.multilevel.hypergradients import Unrolled
 from kmem.multilevel.level_plan import LevelPlan
 from kmem.options import MemoryOptions
+from kmem.sharding import training
 
 
 class Level(Derivatives):
@@ -177,8 +178,8 @@ class Level(Derivatives):
 
     @property
     def variables(self) -> list:
-        """What the level learns."""
-        return self.model.trainable_variables
+        """What the level learns; its shards, of what is in shards."""
+        return training.stored(self.model.trainable_variables)
 
     @property
     def kept_steps(self) -> int:
@@ -268,6 +269,7 @@ class Level(Derivatives):
 
         def contexts():
             yield from map(applied, self.models)
+            yield self.workers.computing()
             if self.plan is not None:
                 yield self.plan.applied()
             if self.options.mixed_precision is not None and not in_32_bits:
@@ -287,8 +289,11 @@ class Level(Derivatives):
         found = losses.values(self.loss, arguments, self.name)
         self.logged = tuple(found)
         loss, *metrics = found.values()
-        regularized = [v for v in self.variables if v.regularizer is not None]
-        penalties = [v.regularizer(v) for v in regularized]
+        penalties = [
+            variable.regularizer(variable)
+            for variable in self.model.trainable_variables
+            if variable.regularizer is not None
+        ]
         loss = tf.add_n([loss, *(tf.cast(p, loss.dtype) for p in penalties)])
         return [loss, *metrics]
 
@@ -296,7 +301,8 @@ class Level(Derivatives):
         """Gradients as the optimizer gets them."""
         if self.clipnorm is None:
             return gradients
-        return tf.clip_by_global_norm(gradients, self.clipnorm)[0]
+        norm = self.norm(gradients)
+        return tf.clip_by_global_norm(gradients, self.clipnorm, norm)[0]
 
     def _mixed(self, model: keras.Model):
         """The context in which a model computes in what the level wants."""

@@ -259,8 +259,7 @@ class Program(keras.Model):
                 bytes, `"8GB"`, or a share of the device in (0, 1]. A level
                 that does not fit recomputes, or has its batches in
                 micro-batches. What validates is not looked at.
-            sharding: As in `kmem.Model.fit`, for all levels, but not
-                `"full"`.
+            sharding: As in `kmem.Model.fit`, for all levels.
             **kwargs: As in `keras.Model.fit`: `epochs`, `callbacks`,
                 `verbose`, `initial_epoch`, `validation_freq` and so on.
 
@@ -275,8 +274,8 @@ class Program(keras.Model):
         self._set_validation_model(validation_data, validation_model)
         options = MemoryOptions(memory_budget=memory_budget, sharding=sharding)
         option = options.sharding
-        if option is None and self.structure:
-            workers.make_whole(self.levels, self._optimizers)
+        if self.structure:
+            workers.make_whole(self.structure)
         self._prepare(x, options, kwargs.get("verbose") not in (0, 2))
         stream, steps = feeding.stream(
             x,
@@ -295,7 +294,8 @@ class Program(keras.Model):
             )
             pairs = zip(self.levels, self._optimizers, strict=True)
             for level, optimizer in pairs:
-                optimizer.finalize_variable_values(level.variables)
+                learned = level.model.trainable_variables
+                optimizer.finalize_variable_values(learned)
         logs.warn(self.levels, history.history)
         return history
 
@@ -310,7 +310,7 @@ class Program(keras.Model):
             # They are traced with variables as they are then.
             member(self, "train_function", None),
             member(self, "test_function", None),
-            workers.in_shards(self.levels, self._optimizers, option),
+            workers.in_shards(self.structure, option),
         ):
             self.make_train_function()
             step: Any = self.train_function
@@ -386,7 +386,8 @@ class Program(keras.Model):
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """A step of the model that is validated."""
-        return self._validation_model.test_step(data)
+        with self.levels[0].workers.computing(backward=False):
+            return self._validation_model.test_step(data)
 
     def _set_validation_model(self, data, model) -> None:
         if data is None:

@@ -23,6 +23,7 @@ from kmem.multilevel.loss import read
 from kmem.multilevel.structure import Structure
 from kmem.multilevel.structure import routes
 from kmem.multilevel.workers import num_replicas
+from kmem.sharding import training
 
 # From so many steps on they are a loop: a traced step is not small.
 _LOOPED_STEPS = 4
@@ -64,6 +65,7 @@ class Round:
             if self._levels[child].roll_back:
                 own = self.structure.optimizers[child].variables
                 variables = [*self._levels[child].model.variables, *own]
+                variables = training.stored(variables)
                 starts.append((child, variables, read(variables)))
         sums: Tensors = []
         for _ in range(level.tasks_per_update):
@@ -164,7 +166,8 @@ class Round:
         level, (batch, state) = self._levels[number], self._last[number]
         level.local.residuals.clear()
         guess = self.structure.guesses.get(path, [])
-        with level.replayed(batch, state), level.guessing(guess):
+        guessing = level.guessing(training.stored(guess))
+        with level.replayed(batch, state), guessing:
             wrt = self._variables(path)
             products = level.hypergradient(vector, level, batch, wrt)
         tracker = self.residuals[number]
@@ -194,7 +197,9 @@ class Round:
         ):
             return
         self.structure.told_of.add(number)
-        paths = [v.path for v in level.variables if id(v) not in reached]
+        learned = level.model.trainable_variables
+        pairs = zip(learned, level.variables, strict=True)
+        paths = [v.path for v, stored in pairs if id(stored) not in reached]
         more = f", and {len(paths) - 4} more" if len(paths) > 4 else ""
         warnings.warn(
             f"No gradient reaches some variables of level '{level.name}', and "
@@ -230,7 +235,8 @@ class Round:
         gradients = level.clipped(gradients)
         if scale is not None:
             gradients = [t * tf.cast(scale, t.dtype) for t in gradients]
-        level.workers.apply(optimizer, gradients, level.variables)
+        learned = level.model.trainable_variables
+        level.workers.apply(optimizer, gradients, learned)
         if step is not None:
             updates.finish(step)
 

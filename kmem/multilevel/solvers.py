@@ -44,7 +44,7 @@ class Solver:
             )
 
         guess = level.local.guess if self.warm_start else []
-        norm = tf.sqrt(dot(vector, vector))
+        dot, norm = level.dot, level.norm(vector)
         right, start = list(vector), []
         with level.replayed(batch):
             if guess:
@@ -56,7 +56,7 @@ class Solver:
                 )
                 start = [share * s for s in start]
                 right = add(right, image, -share)
-            solution, residual = self._solve(product, right, norm)
+            solution, residual = self._solve(product, dot, right, norm)
             if guess:
                 solution = add(start, solution)
                 assign(guess, solution)
@@ -66,11 +66,12 @@ class Solver:
             return mixed(solution, level, batch, wrt)
 
     def _solve(
-        self, product: Product, right: Tensors, norm: tf.Tensor
+        self, product: Product, dot: Callable, right: Tensors, norm: tf.Tensor
     ) -> tuple[Tensors, tf.Tensor]:
         """The solution, and the norm of its residual.
 
-        `norm` is that of v, of which the right side may be a rest.
+        `dot` is the inner product of two vectors, and `norm` that of v, of
+        which the right side may be a rest.
         """
         raise NotImplementedError
 
@@ -105,7 +106,7 @@ class Neumann(Solver):
         checks.positive(self.alpha, "alpha")
         checks.non_negative(self.tolerance, "tolerance")
 
-    def _solve(self, product, right, norm):
+    def _solve(self, product, dot, right, norm):
         def add_term(term, total):
             term = add(term, product(term), -self.alpha)
             return term, add(total, term)
@@ -156,7 +157,7 @@ class ConjugateGradient(_Krylov):
             `damping` negative.
     """
 
-    def _solve(self, product, right, norm):
+    def _solve(self, product, dot, right, norm):
         enough = (self.tolerance * norm) ** 2
 
         def improve(solution, residual, direction, square, _):
@@ -201,7 +202,7 @@ class MinimalResidual(_Krylov):
             `damping` negative.
     """
 
-    def _solve(self, product, right, norm):
+    def _solve(self, product, dot, right, norm):
         """In the names of Paige and Saunders: H in a Lanczos basis is
         tridiagonal, and rotations make it triangular."""
         divide: Any = tf.math.divide_no_nan
@@ -268,11 +269,6 @@ def _repeated(
         parallel_iterations=1,
     )
     return tuple(final)
-
-
-def dot(a: Tensors, b: Tensors) -> tf.Tensor:
-    """The inner product of two lists of tensors."""
-    return tf.add_n([tf.reduce_sum(x * y) for x, y in zip(a, b, strict=True)])
 
 
 def add(a: Tensors, b: Tensors, factor: Any = 1) -> Tensors:

@@ -2,13 +2,12 @@
 
 Each replica of a `tf.distribute` strategy takes equally many examples, and
 what a pass gives is the mean over them. Each of several processes takes its
-examples of every batch, and what a pass gives is added up over all of them:
-losses, gradients and products with second derivatives are the whole batch's
-in every process. Weights and the optimizer's variables are in shards between
-passes (kmem/sharding); a pass reads whole weights, which are gathered when it
-begins. What this module does not do: gather weights layer by layer, as single
-models can. A second derivative would have to go through the gathering, whose
-gradient is cut.
+examples of every batch, and a loss counts there with their share of all: the
+derivatives, of any order, are those of the sum over the processes. Weights and
+the optimizer's variables are in shards, gradients and the vectors of solvers as
+well, and a layer gathers its weights when it runs (kmem/sharding). What stays
+whole is added up when a pass ends. What this module does not do: give shards to
+what looks back at updates, which are `Unrolled` and `SAMA`.
 """
 
 import contextlib
@@ -22,12 +21,14 @@ from kmem.base import patching
 from kmem.multilevel.loss import assign
 from kmem.multilevel.loss import read
 from kmem.options import Sharding
+from kmem.sharding import gathering
 from kmem.sharding import refusals
+from kmem.sharding import slices
 from kmem.sharding import training
+from kmem.sharding import units
 from kmem.sharding import variables as shards
 from kmem.sharding.engine import engine
 from kmem.sharding.gathering import LARGE_BYTES
-from kmem.sharding.gathering import gathered
 from kmem.sharding.slices import Slices
 from kmem.step import accumulation
 from kmem.step.parts import Alone
@@ -38,17 +39,27 @@ from kmem.step.parts import num_rows
 class OneProcess(Alone):
     """One process, or the replicas of a strategy."""
 
-    def passing(self, assigned: list, batch: Slice):
+    def passing(self, assigned: list, batch: Slice) -> patching.Context:
         """The context of a pass through some examples, in which a loss
         assigns variables."""
         return contextlib.nullcontext()
 
-    def total(self, tensors: list, batch: Slice) -> list:
-        """The sums over all processes of what a pass gives."""
+    def computing(self, backward: bool = True) -> patching.Context:
+        """The context in which models are called, and, if they are
+        wanted, gradients computed."""
+        return contextlib.nullcontext()
+
+    def total(self, tensors: list, wrt: list) -> list:
+        """The sums over all processes of what a pass gives: gradients with
+        regard to `wrt`, and what comes after them."""
         return tensors
 
+    def dot(self, a: list, b: list, variables: list) -> tf.Tensor:
+        """The inner product of two lists of tensors, one for each variable."""
+        return tf.add_n(_products(a, b))
+
     def apply(self, optimizer, gradients: list, variables: list) -> None:
-        """Updates variables by their whole gradients."""
+        """Updates variables by their gradients."""
         # The same on all replicas already.
         with accumulation.without_reduction(optimizer):
             optimizer.apply(gradients, variables)
@@ -58,71 +69,99 @@ class SeveralProcesses(Slices, OneProcess):
     """Processes that compute every batch of a level together.
 
     Args:
-        weights: All variables of the program.
+        trained: The level's training.
+        models: All models of the program.
+        keeps: Whether what a layer gathered stays for the backward pass.
     """
 
-    def __init__(self, trained: training.ShardedTraining, weights: list):
+    def __init__(
+        self, trained: training.ShardedTraining, models: list, keeps: bool
+    ):
         super().__init__(engine())
         self._trained = trained
-        self._weights = weights
+        self._keeps = keeps
+        found = (each for model in models for each in units.find(model, None))
+        self._units = list(dict.fromkeys(found))
+        self._shards = {
+            id(variable.shard.local)
+            for model in models
+            for variable in model.weights
+            if isinstance(variable, shards.ShardedVariable)
+        }
 
     @contextlib.contextmanager
     def passing(self, assigned, batch):
         statistics = [v for v in assigned if tf.as_dtype(v.dtype).is_floating]
         before = read(statistics)
-        with self._gathered():
-            yield
-        share = tf.cast(num_rows(batch.data), tf.float64)
-        share /= tf.cast(batch.rows, tf.float64)
+        yield
+        share = num_rows(batch.data)
+        share = tf.cast(share, tf.float64) / num_counted(batch)
         changes = [
             (after - old) * tf.cast(share, old.dtype)
             for old, after in zip(before, read(statistics), strict=True)
         ]
-        totals = self.total(changes, batch)
+        totals = self.total(changes, [])
         assign(statistics, list(map(tf.add, before, totals)))
 
-    def total(self, tensors, batch):
-        is_large = [
-            t.shape.num_elements() * t.dtype.size >= LARGE_BYTES
-            for t in tensors
+    def computing(self, backward=True):
+        contexts = [
+            units.applied(self._units, self._keeps or not backward),
+            slices.synchronized(self._engine),
         ]
-        small = [t for t, it in zip(tensors, is_large, strict=True) if not it]
-        totals = iter(self._total(small, "small"))
-        sums = [
-            self._engine.all_reduce(t, f"large {i}") if it else next(totals)
-            for i, (t, it) in enumerate(zip(tensors, is_large, strict=True))
-        ]
-        copies: Any = batch.copies
-        return [t / tf.cast(copies, t.dtype) for t in sums]
+        if backward:
+            contexts.append(gathering.as_given())
+        return patching.together(contexts)
+
+    def total(self, tensors, wrt):
+        sums, small = list(tensors), []
+        for i, tensor in enumerate(tensors):
+            if i < len(wrt) and id(wrt[i]) in self._shards:
+                continue
+            if tensor.shape.num_elements() * tensor.dtype.size < LARGE_BYTES:
+                small.append(i)
+            else:
+                sums[i] = self._engine.all_reduce(tensor, f"large {i}")
+        totals = self._total([sums[i] for i in small], "small")
+        for i, total in zip(small, totals, strict=True):
+            sums[i] = total
+        return sums
+
+    def dot(self, a, b, variables):
+        products = list(zip(_products(a, b), variables, strict=True))
+        whole = [p for p, v in products if id(v) not in self._shards]
+        parts = [p for p, v in products if id(v) in self._shards]
+        if parts:
+            whole += self._total([tf.add_n(parts)], "dot")
+        return tf.add_n(whole)
 
     def apply(self, optimizer, gradients, variables):
         own = [
             v.shard.layout.cut(g, v.shard.rank)
-            if isinstance(v, shards.ShardedVariable)
+            if isinstance(v, shards.MirroredVariable)
             else g
             for g, v in zip(gradients, variables, strict=True)
         ]
         with self._trained.updating():
             optimizer.apply(own, variables)
 
-    def _gathered(self):
-        """Within, weights that are in shards are whole."""
-        cut = [v for v in self._weights if type(v) is shards.ShardedVariable]
-        if not cut:
-            return contextlib.nullcontext()
-        wholes = gathered([variable.shard for variable in cut], "weights")
-        return shards.prepared(cut, wholes)
+
+def num_counted(batch: Slice) -> tf.Tensor:
+    """The rows of a batch, each as often as it is computed."""
+    rows = tf.cast(batch.rows, tf.float64)
+    return rows if batch.copies is None else rows * batch.copies
+
+
+def _products(a: list, b: list) -> list[tf.Tensor]:
+    return [tf.reduce_sum(x * y) for x, y in zip(a, b, strict=True)]
 
 
 def check(program: keras.Model, levels: list, option: Sharding) -> None:
     """Checks whether levels can be trained in shards."""
     plain = Sharding(stage=option.stage, cpu_offload=option.cpu_offload)
-    if option.stage == "full" or option != plain:
+    if option != plain:
         raise ValueError(
-            '`sharding` of a `Program` must be "gradients" or "optimizer", '
-            "with no other setting than `cpu_offload`: second derivatives "
-            'need whole weights, which "full" never has. '
-            f"Received: sharding={option}"
+            "`sharding` of a `Program` must have no other setting than "
+            f"`cpu_offload` beside its name. Received: sharding={option}"
         )
     if program.jit_compile:
         raise ValueError(
@@ -134,7 +173,7 @@ def check(program: keras.Model, levels: list, option: Sharding) -> None:
             raise ValueError(
                 "Under `sharding` a level must not have a `start`, "
                 "`Unrolled()` or `SAMA()`: they need whole weights and "
-                "optimizers, which are in shards between passes. "
+                "optimizers, which are in shards. "
                 f"Received: level '{level.name}'"
             )
         remat = level.options.remat
@@ -151,12 +190,11 @@ def check(program: keras.Model, levels: list, option: Sharding) -> None:
 
 
 @contextlib.contextmanager
-def in_shards(levels: list, optimizers: list, option: Sharding):
+def in_shards(structure: Any, option: Sharding):
     """Within, the processes that TF_CONFIG names train levels together."""
-    weights = [v for level in levels for v in level.model.weights]
+    levels, trained = structure.levels, []
     with contextlib.ExitStack() as stack:
-        trained = []
-        for level, optimizer in zip(levels, optimizers, strict=True):
+        for level, optimizer in zip(levels, structure.optimizers, strict=True):
             replaced = patching.attribute(level.model, "optimizer", optimizer)
             stack.enter_context(replaced)
             trained.append(
@@ -164,20 +202,53 @@ def in_shards(levels: list, optimizers: list, option: Sharding):
                     level.model, optimizer, option, num_batches=1
                 )
             )
-        for level, each in zip(levels, trained, strict=True):
+        for each in trained:
             each.start()
             stack.push(lambda error, *_, each=each: each.stop(bool(error)))
+        guesses = _cut_guesses(structure)
+        stack.push(
+            lambda error, *_: trained[0].stays(bool(error)) or _restore(guesses)
+        )
+        models = [level.model for level in levels]
+        for level, each in zip(levels, trained, strict=True):
             stack.callback(setattr, level, "workers", level.workers)
-            level.workers = SeveralProcesses(each, weights)
+            level.workers = SeveralProcesses(
+                each, models, keeps=option.stage != "full"
+            )
         yield
 
 
-def make_whole(levels: list, optimizers: list) -> None:
+def _cut_guesses(structure: Any) -> list:
+    """Cuts what solvers have kept as the weights are that it is for."""
+    pairs = [
+        pair
+        for path, guess in structure.guesses.items()
+        for pair in zip(
+            structure.levels[path[-1]].model.trainable_variables,
+            guess,
+            strict=True,
+        )
+    ]
+    guesses = [g for v, g in pairs if type(v) is shards.ShardedVariable]
+    for number, guess in enumerate(guesses):
+        shards.shard(guess, engine(), f"guess {number}")
+    return guesses
+
+
+def _restore(variables: list) -> None:
+    for variable in variables:
+        if isinstance(variable, shards.ShardedVariable):
+            shards.restore(variable)
+
+
+def make_whole(structure: Any) -> None:
     """Gathers what a `fit` that failed has left in shards."""
-    for level, optimizer in zip(levels, optimizers, strict=True):
+    pairs = zip(structure.levels, structure.optimizers, strict=True)
+    for level, optimizer in pairs:
         with patching.attribute(level.model, "optimizer", optimizer):
             training.make_whole(level.model)
-            training.check_whole(level.model)
+    for guess in structure.guesses.values():
+        _restore(guess)
 
 
 def num_replicas() -> int:

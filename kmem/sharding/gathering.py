@@ -1,8 +1,9 @@
 """Makes whole weights of shards, and shards of whole gradients.
 
 The gradient of gathering is the sum over the processes, cut: what every
-process gets is the gradient of its own shard. Large arrays travel alone,
-small ones together, as a call costs as much as some hundred kilobytes.
+process gets is the gradient of its own shard. And the gradient of that is
+gathering, so that there are derivatives of any order. Large arrays travel
+alone, small ones together, as a call costs as much as some hundred kilobytes.
 
 An array is cut flat, in equal lengths, padded with zeros: `[3, 5]` over 4
 processes is 15 numbers in rows of 4, the last with one zero more. Every
@@ -26,6 +27,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base import private_tf
 from kmem.base.patching import setting
 from kmem.base.private_keras import tf_variable
 from kmem.graph.names import current_graph
@@ -76,6 +78,8 @@ LARGE_BYTES = 2**18
 _weight: contextvars.ContextVar[Callable | None] = contextvars.ContextVar(
     "weight", default=None
 )
+# Whether a value that is given is sent, though it is not what is read now.
+_as_given = contextvars.ContextVar("as_given", default=False)
 # Takes the weights that are not to be known, in a trace that reads shapes.
 _unknown: contextvars.ContextVar[list[tf.Tensor] | None] = (
     contextvars.ContextVar("unknown", default=None)
@@ -107,6 +111,11 @@ def weight() -> tf.Tensor | None:
     """What a gradient counts that is computed now; `None` is all."""
     get_weight = _weight.get()
     return None if get_weight is None else get_weight()
+
+
+def as_given():
+    """Within, shards may have other values than their variables."""
+    return setting(_as_given, True)
 
 
 @contextlib.contextmanager
@@ -231,27 +240,7 @@ def gathered(
         before = [tensor for tensor in symbolic if tensor.graph is graph]
         with tf.control_dependencies(before):
             read = [_read(shards[i], values[i]) for i in positions]
-            sent = tf.concat(read, axis=-1)
-            sent = tf.cast(sent, travel.gather_dtype or own[0].dtype)
-            rows = engine.gather(sent, f"{call}/gather")
-        wholes = [
-            tf.cast(layout.whole(row), own[0].dtype)
-            for layout, row in zip(cuts, _split(rows, cuts), strict=True)
-        ]
-
-        def gradient(*gradients):
-            share = weight()
-            if share is not None:
-                gradients = [
-                    tf.convert_to_tensor(g) * tf.cast(share, g.dtype)
-                    for g in gradients
-                ]
-            if not travel.reduces:
-                return gradients
-            return _scattered(engine, cuts, gradients, call, travel)
-
-        link: Any = tf.custom_gradient(lambda *_: (wholes, gradient))
-        return link(*own)
+            return _joined(engine, cuts, own, call, travel, read)
 
     return _in_calls(layouts, values, gathered_together)
 
@@ -263,7 +252,7 @@ def _read(shard: Shard, value: tf.Tensor) -> tf.Tensor:
     was read before would be copied at once, and be there, with all others,
     for the whole step.
     """
-    if not shard.home:
+    if not shard.home or _as_given.get():
         return tf.stop_gradient(value)
     # By itself: it is the value given whose gradient is wanted.
     return tf.raw_ops.ReadVariableOp(
@@ -281,14 +270,57 @@ def scatter(shard: Shard, gradient: tf.Tensor) -> tf.Tensor:
 
 
 def _scattered(engine, layouts, gradients, name, travel) -> list[tf.Tensor]:
+    gradients = list(map(tf.convert_to_tensor, gradients))
     (dtype,) = {gradient.dtype for gradient in gradients}
-    rows = [
-        layout.rows(tf.convert_to_tensor(gradient))
-        for layout, gradient in zip(layouts, gradients, strict=True)
-    ]
-    sent = tf.cast(tf.concat(rows, axis=-1), travel.reduce_dtype or dtype)
-    shard = tf.cast(engine.reduce_scatter(sent, f"{name}/scatter"), dtype)
-    return _split(shard, layouts)
+    with private_tf.record.stop_recording():
+        rows = [
+            layout.rows(gradient)
+            for layout, gradient in zip(layouts, gradients, strict=True)
+        ]
+        sent = tf.cast(tf.concat(rows, axis=-1), travel.reduce_dtype or dtype)
+        shard = tf.cast(engine.reduce_scatter(sent, f"{name}/scatter"), dtype)
+        shards = _split(shard, layouts)
+    if not private_tf.record.should_record_backprop(gradients):
+        return shards
+
+    def gradient(*of_shards):
+        return _joined(engine, layouts, of_shards, name, travel)
+
+    return _linked(shards, gradient, gradients)
+
+
+def _joined(
+    engine, layouts, values, name, travel, sent=None
+) -> list[tf.Tensor]:
+    """The whole arrays of values of one dtype; `sent` are those to send."""
+    dtype = values[0].dtype
+    with private_tf.record.stop_recording():
+        joined = tf.concat(values if sent is None else sent, axis=-1)
+        joined = tf.cast(joined, travel.gather_dtype or dtype)
+        rows = engine.gather(joined, f"{name}/gather")
+        wholes = [
+            tf.cast(layout.whole(row), dtype)
+            for layout, row in zip(layouts, _split(rows, layouts), strict=True)
+        ]
+
+    def gradient(*gradients):
+        share = weight()
+        if share is not None:
+            gradients = [
+                tf.convert_to_tensor(g) * tf.cast(share, g.dtype)
+                for g in gradients
+            ]
+        if not travel.reduces:
+            return gradients
+        return _scattered(engine, layouts, gradients, name, travel)
+
+    return _linked(wholes, gradient, values)
+
+
+def _linked(results: list, gradient: Callable, sources: Sequence) -> list:
+    """Results with a gradient with regard to what they were made of."""
+    link: Any = tf.custom_gradient(lambda *_: (results, gradient))
+    return link(*sources)
 
 
 def _split(joined: tf.Tensor, layouts) -> list[tf.Tensor]:

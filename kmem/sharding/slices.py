@@ -213,10 +213,10 @@ def synchronized(engine: Engine) -> patching.Context:
         def gradient(of_sum):
             weight = gathering.weight()
             if weight is None:
-                return engine.all_reduce(of_sum, "replicas")
+                return link(of_sum)
             weight = tf.cast(weight, of_sum.dtype)
             # The weights' gradients will count with this process's own.
-            return engine.all_reduce(of_sum * weight, "replicas") / weight
+            return link(of_sum * weight) / weight
 
         return engine.all_reduce(tensor, "replicas"), gradient
 
