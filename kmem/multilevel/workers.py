@@ -206,9 +206,12 @@ def in_shards(structure: Any, option: Sharding):
             each.start()
             stack.push(lambda error, *_, each=each: each.stop(bool(error)))
         guesses = _cut_guesses(structure)
-        stack.push(
-            lambda error, *_: trained[0].stays(bool(error)) or _restore(guesses)
-        )
+
+        def restore(error, *_):
+            if not trained[0].stays(bool(error)):
+                _restore(guesses)
+
+        stack.push(restore)
         models = [level.model for level in levels]
         for level, each in zip(levels, trained, strict=True):
             stack.callback(setattr, level, "workers", level.workers)

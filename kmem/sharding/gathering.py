@@ -240,7 +240,8 @@ def gathered(
         before = [tensor for tensor in symbolic if tensor.graph is graph]
         with tf.control_dependencies(before):
             read = [_read(shards[i], values[i]) for i in positions]
-            return _joined(engine, cuts, own, call, travel, read)
+            wholes = _joined(engine, cuts, read, call, travel)
+        return _with_gradient(wholes, engine, cuts, own, call, travel)
 
     return _in_calls(layouts, values, gathered_together)
 
@@ -284,24 +285,27 @@ def _scattered(engine, layouts, gradients, name, travel) -> list[tf.Tensor]:
         return shards
 
     def gradient(*of_shards):
-        return _joined(engine, layouts, of_shards, name, travel)
+        wholes = _joined(engine, layouts, of_shards, name, travel)
+        return _with_gradient(wholes, engine, layouts, of_shards, name, travel)
 
     return _linked(shards, gradient, gradients)
 
 
-def _joined(
-    engine, layouts, values, name, travel, sent=None
-) -> list[tf.Tensor]:
-    """The whole arrays of values of one dtype; `sent` are those to send."""
-    dtype = values[0].dtype
+def _joined(engine, layouts, shards, name, travel) -> list[tf.Tensor]:
+    """The whole arrays of shards of one dtype, without a gradient."""
+    dtype = shards[0].dtype
     with private_tf.record.stop_recording():
-        joined = tf.concat(values if sent is None else sent, axis=-1)
-        joined = tf.cast(joined, travel.gather_dtype or dtype)
-        rows = engine.gather(joined, f"{name}/gather")
-        wholes = [
+        sent = tf.concat(shards, axis=-1)
+        sent = tf.cast(sent, travel.gather_dtype or dtype)
+        rows = engine.gather(sent, f"{name}/gather")
+        return [
             tf.cast(layout.whole(row), dtype)
             for layout, row in zip(layouts, _split(rows, layouts), strict=True)
         ]
+
+
+def _with_gradient(wholes, engine, layouts, values, name, travel) -> list:
+    """The whole arrays of some values, with the gradient of gathering."""
 
     def gradient(*gradients):
         share = weight()
