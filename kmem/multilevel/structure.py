@@ -24,6 +24,7 @@ from kmem.multilevel import updates
 from kmem.multilevel.hypergradients import Unrolled
 from kmem.multilevel.level import Level
 from kmem.multilevel.workers import num_replicas
+from kmem.sharding.variables import ShardedVariable
 from kmem.step import batches
 
 Edges = frozenset[tuple[int, int]]
@@ -128,6 +129,14 @@ def check_levels(levels: Any) -> None:
             "Levels must have different names: give them `name=...`. "
             f"Received: {names}"
         )
+    for level in levels:
+        cut = (v for v in level.model.weights if isinstance(v, ShardedVariable))
+        if any(variable.shard.stays for variable in cut):
+            raise ValueError(
+                "The models of a program must be built outside of "
+                "`kmem.ShardedStrategy`: `fit(sharding=...)` divides them. "
+                f"Received: level '{level.name}', whose model is in shards"
+            )
 
 
 def find_edges(

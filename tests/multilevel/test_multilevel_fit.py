@@ -9,10 +9,13 @@ from keras import ops
 from multilevel_cases import MODES
 from multilevel_cases import Reweighting
 from multilevel_cases import Vector
+from multilevel_cases import relative_error
 from multilevel_cases import train
 from multilevel_cases import two_levels
 
 import kmem
+from kmem.multilevel import ConjugateGradient
+from kmem.multilevel import FiniteDifference
 from kmem.multilevel import Identity
 from kmem.multilevel import Level
 from kmem.multilevel import Program
@@ -358,8 +361,7 @@ def fit(levels, data=None, validation=None, **options):
 @pytest.mark.parametrize(
     "sharding, compiled, message",
     [
-        ("full", False, 'must be "gradients" or "optimizer"'),
-        (kmem.Sharding("gradients", reduce_dtype="bfloat16"), False, "whole"),
+        (kmem.Sharding("full", reduce_dtype="bfloat16"), False, "no other"),
         ("gradients", True, "and XLA cannot"),
     ],
 )
@@ -370,6 +372,39 @@ def test_what_cannot_be_in_shards_is_refused(sharding, compiled, message):
 
     with pytest.raises(ValueError, match=message):
         made.fit({"one": ones}, verbose=0, sharding=sharding)
+
+
+def test_models_that_were_built_in_shards_are_refused():
+    with kmem.ShardedStrategy().scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+    with pytest.raises(ValueError, match="must be built outside of"):
+        Program([Level(model, ops.mean, "sgd")])
+
+
+@pytest.mark.parametrize(
+    "stage, hypergradient",
+    [
+        ("full", ConjugateGradient(1, damping=0.1, warm_start=True)),
+        ("gradients", FiniteDifference()),
+    ],
+)
+def test_shards_change_no_number(stage, hypergradient):
+    lower = {
+        "hypergradient": hypergradient,
+        "microbatches": 2,
+        "roll_back": True,
+    }
+    upper = {"clipnorm": 1e-2}
+    plain, cut = (
+        two_levels(batch=7, lower=lower, upper=upper) for _ in range(2)
+    )
+    want, logs = train(case=plain, epochs=1)
+    got, found = train(case=cut, epochs=1, sharding=stage)
+
+    assert max(map(relative_error, got, want)) < 1e-12
+    for key in logs:
+        np.testing.assert_allclose(found[key], logs[key], 1e-6)
 
 
 def frozen():

@@ -215,7 +215,7 @@ def wide():
     )
 
 
-class _Costs(keras.callbacks.Callback):
+class Costs(keras.callbacks.Callback):
     """Bytes in memory of nine steps like any other, on the wire of three."""
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -247,7 +247,7 @@ def costs(stage, dtype=None, **options):
     model = wide()
     model.compile("adam", "mse")
     option = kmem.Sharding(stage, gather_dtype=dtype, reduce_dtype=dtype)
-    callback = _Costs()
+    callback = Costs()
     kmem.wrap(model).fit(
         data, sharding=option, callbacks=[callback], verbose=0, **options
     )
