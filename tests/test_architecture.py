@@ -45,8 +45,8 @@ MAX_MODULES = 153
 MAX_FILE_LINES = 400
 # A budget makes every addition ask what it is worth, and whether something
 # can go. Raise it in the change that needs it, and say why there.
-# The last one: unrolled steps within a budget (multilevel/rewinding.py).
-MAX_TOTAL_LINES = 32349
+# The last one: programs whose layers gather their weights (multilevel/workers).
+MAX_TOTAL_LINES = 32476
 
 FRAMEWORKS = {"tensorflow", "keras"}
 # What is private in them is imported, and touched, by these alone.

@@ -292,10 +292,9 @@ class Program(keras.Model):
                 validation_data=validation_data,
                 **kwargs,
             )
-            pairs = zip(self.levels, self._optimizers, strict=True)
-            for level, optimizer in pairs:
-                learned = level.model.trainable_variables
-                optimizer.finalize_variable_values(learned)
+            pairs = zip(self._models, self._optimizers, strict=True)
+            for model, optimizer in pairs:
+                optimizer.finalize_variable_values(model.trainable_variables)
         logs.warn(self.levels, history.history)
         return history
 

@@ -12,6 +12,7 @@ what looks back at updates, which are `Unrolled` and `SAMA`.
 
 import contextlib
 import dataclasses
+import itertools
 from typing import Any
 
 import keras
@@ -45,8 +46,8 @@ class OneProcess(Alone):
         return contextlib.nullcontext()
 
     def computing(self, backward: bool = True) -> patching.Context:
-        """The context in which models are called, and, if they are
-        wanted, gradients computed."""
+        """The context in which models are called, and, if `backward`, their
+        gradients are computed."""
         return contextlib.nullcontext()
 
     def total(self, tensors: list, wrt: list) -> list:
@@ -71,7 +72,7 @@ class SeveralProcesses(Slices, OneProcess):
     Args:
         trained: The level's training.
         models: All models of the program.
-        keeps: Whether what a layer gathered stays for the backward pass.
+        keeps: Whether what a layer gathers stays for the backward pass.
     """
 
     def __init__(
@@ -205,11 +206,11 @@ def in_shards(structure: Any, option: Sharding):
         for each in trained:
             each.start()
             stack.push(lambda error, *_, each=each: each.stop(bool(error)))
-        guesses = _cut_guesses(structure)
+        _cut_guesses(structure)
 
         def restore(error, *_):
             if not trained[0].stays(bool(error)):
-                _restore(guesses)
+                _restore_guesses(structure)
 
         stack.push(restore)
         models = [level.model for level in levels]
@@ -221,25 +222,17 @@ def in_shards(structure: Any, option: Sharding):
         yield
 
 
-def _cut_guesses(structure: Any) -> list:
-    """Cuts what solvers have kept as the weights are that it is for."""
-    pairs = [
-        pair
-        for path, guess in structure.guesses.items()
-        for pair in zip(
-            structure.levels[path[-1]].model.trainable_variables,
-            guess,
-            strict=True,
-        )
-    ]
-    guesses = [g for v, g in pairs if type(v) is shards.ShardedVariable]
-    for number, guess in enumerate(guesses):
-        shards.shard(guess, engine(), f"guess {number}")
-    return guesses
+def _cut_guesses(structure: Any) -> None:
+    """Cuts what solvers have kept as the weights are cut that it is for."""
+    for number, (path, guess) in enumerate(structure.guesses.items()):
+        weights = structure.levels[path[-1]].model.trainable_variables
+        for i, (weight, own) in enumerate(zip(weights, guess, strict=True)):
+            if type(weight) is shards.ShardedVariable:
+                shards.shard(own, engine(), f"guess {number}/{i}")
 
 
-def _restore(variables: list) -> None:
-    for variable in variables:
+def _restore_guesses(structure: Any) -> None:
+    for variable in itertools.chain(*structure.guesses.values()):
         if isinstance(variable, shards.ShardedVariable):
             shards.restore(variable)
 
@@ -250,8 +243,7 @@ def make_whole(structure: Any) -> None:
     for level, optimizer in pairs:
         with patching.attribute(level.model, "optimizer", optimizer):
             training.make_whole(level.model)
-    for guess in structure.guesses.values():
-        _restore(guess)
+    _restore_guesses(structure)
 
 
 def num_replicas() -> int:

@@ -114,7 +114,7 @@ def weight() -> tf.Tensor | None:
 
 
 def as_given():
-    """Within, shards may have other values than their variables."""
+    """Within, the values of shards may be others than their variables'."""
     return setting(_as_given, True)
 
 
@@ -288,7 +288,8 @@ def _scattered(engine, layouts, gradients, name, travel) -> list[tf.Tensor]:
         wholes = _joined(engine, layouts, of_shards, name, travel)
         return _with_gradient(wholes, engine, layouts, of_shards, name, travel)
 
-    return _linked(shards, gradient, gradients)
+    link: Any = tf.custom_gradient(lambda *_: (shards, gradient))
+    return link(*gradients)
 
 
 def _joined(engine, layouts, shards, name, travel) -> list[tf.Tensor]:
@@ -318,13 +319,8 @@ def _with_gradient(wholes, engine, layouts, values, name, travel) -> list:
             return gradients
         return _scattered(engine, layouts, gradients, name, travel)
 
-    return _linked(wholes, gradient, values)
-
-
-def _linked(results: list, gradient: Callable, sources: Sequence) -> list:
-    """Results with a gradient with regard to what they were made of."""
-    link: Any = tf.custom_gradient(lambda *_: (results, gradient))
-    return link(*sources)
+    link: Any = tf.custom_gradient(lambda *_: (wholes, gradient))
+    return link(*values)
 
 
 def _split(joined: tf.Tensor, layouts) -> list[tf.Tensor]:
