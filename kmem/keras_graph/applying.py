@@ -17,8 +17,10 @@ from kmem.keras_graph.profiling import distinct
 from kmem.keras_graph.profiling import signature
 from kmem.keras_graph.recording import Frame
 from kmem.keras_graph.recording import Recording
+from kmem.keras_graph.windows import window_of
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
+from kmem.remat.tiles import tiled
 from kmem.step.batches import num_bytes
 
 
@@ -66,6 +68,11 @@ def _difference(network: Network, recording: Recording) -> str:
             )
         sizes = [network.value_bytes[v] for v in call.makes]
         actual = [num_bytes(recording.tensors[v]) for v in call.makes]
+        if stage.window and stage.window != window_of(call):
+            return (
+                f"a plan in which {stage.name!r} may run in tiles, for a model "
+                "in which it is another layer"
+            )
         if sizes != actual:
             return (
                 f"a plan in which {stage.name!r} gives "
@@ -235,6 +242,8 @@ class _LineRun:
 
 
 def _rerun(run: Callable, segment: Segment) -> Callable:
+    if segment.tiles:
+        return lambda tensor: [tiled(lambda x: run(x)[0], segment.tiles)(tensor)]
     return remat.recompute(run, check=False, cpu_offload=segment.on_host)
 
 

@@ -19,6 +19,7 @@ from kmem.keras_graph.costs import trained
 from kmem.keras_graph.recording import Call
 from kmem.keras_graph.recording import Recording
 from kmem.keras_graph.recording import record
+from kmem.keras_graph.windows import window_of
 from kmem.options import MemoryOptions
 from kmem.planning.network import MEASURED
 from kmem.planning.network import Network
@@ -252,6 +253,7 @@ def _assemble(recording: Recording, costs: list[Cost]) -> Profile:
             and not call.effects
             and not isinstance(call.operation, keras.layers.TFSMLayer)
             and not predictions.intersection(call.gives),
+            window=window_of(call),
         )
         stages.append(stage)
         operations.append(

@@ -26,6 +26,7 @@ from kmem.planning.bounds import check_budget
 from kmem.planning.graph import simulate
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
+from kmem.planning.tiles import contracted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Point:
 
 def evaluate(network: Network, segments: tuple[Segment, ...]) -> Point:
     """Simulates a plan."""
-    result = simulate(network.graph, network.schedule(segments))
+    drawn, others = contracted(network, segments)
+    result = simulate(drawn.graph, drawn.schedule(others))
     return Point(result.peak_bytes, result.seconds, segments)
 
 

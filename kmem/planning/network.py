@@ -26,6 +26,22 @@ MEASURED = tuple(
 
 
 @dataclasses.dataclass(frozen=True)
+class Window:
+    """Which rows of what it reads a stage computes a row from, of images.
+
+    Row i of its `made` rows is computed from the `size` rows that begin with
+    row i * `stride` - `before` of the `given` ones; what lies outside of these
+    is its padding.
+    """
+
+    given: int
+    made: int
+    size: int = 1
+    stride: int = 1
+    before: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Stage:
     """One operation of the model, forward and backward.
 
@@ -47,6 +63,7 @@ class Stage:
         forward_workspace_bytes: What it needs besides, while it runs.
         backward_workspace_bytes: The same, of its backward pass.
         recomputable: Whether it may run twice.
+        window: What its rows are computed from, if it may run in tiles.
     """
 
     name: str
@@ -63,6 +80,7 @@ class Stage:
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     recomputable: bool = True
+    window: Window | None = None
 
     @property
     def has_backward(self) -> bool:
@@ -70,17 +88,32 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tile:
+    """A part of a segment's rows, the places along the first axis of images.
+
+    It reads rows `start` to `stop - 1` of what enters the segment. Of the rows
+    that are computed from these, `first` to `last - 1` are those of the tile.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Segment:
     """Stages `start` to `stop - 1`, and the segments within, in order.
 
     What enters one that is `on_host` waits for its backward pass in host
-    memory.
+    memory. One with `tiles` runs, both times, one of them after another.
     """
 
     start: int
     stop: int
     inner: tuple["Segment", ...] = ()
     on_host: bool = False
+    tiles: tuple[Tile, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,7 @@ def _title(plan: Any) -> str:
 
 
 def _draw_memory(axes: drawing.Axes, plan: Any) -> None:
-    graph = plan.network.graph
+    graph = plan.drawn[0].graph
     # Less than none where operations need more one by one than together.
     base_bytes = max(0, plan.resident_bytes + graph.constant_bytes)
     highest = plan.unplanned_peak_bytes
@@ -63,7 +63,7 @@ def _draw_memory(axes: drawing.Axes, plan: Any) -> None:
     base = base_bytes / scale
     peaks = [highest, plan.predicted_peak_bytes, plan.budget_bytes or 0]
 
-    def curve(simulation: Simulation, schedule, label: str, **style):
+    def curve(graph, simulation: Simulation, schedule, label: str, **style):
         seconds = [graph.step(index).seconds for index in schedule]
         edges = np.cumsum([0.0, *seconds])
         in_use = np.array(simulation.step_bytes) + plan.resident_bytes
@@ -73,9 +73,10 @@ def _draw_memory(axes: drawing.Axes, plan: Any) -> None:
         return in_use / scale, edges
 
     style = {"color": drawing.GREY, "linestyle": ":"}
-    curve(plan.unplanned, graph.program, "everything kept", **style)
-    style = {"color": drawing.BLUE}
-    heights, edges = curve(plan.simulation, plan.schedule, "the plan", **style)
+    plain = plan.network.graph
+    curve(plain, plan.unplanned, plain.program, "everything kept", **style)
+    drawn = graph, plan.simulation, plan.schedule
+    heights, edges = curve(*drawn, "the plan", color=drawing.BLUE)
     steps = np.array(plan.schedule)
     _, first, which = np.unique(steps, return_index=True, return_inverse=True)
     # For each step, whether it runs what has run before.
@@ -103,11 +104,12 @@ def _draw_memory(axes: drawing.Axes, plan: Any) -> None:
 
 
 def _draw_stages(axes: drawing.Axes, plan: Any) -> None:
-    stages = plan.network.stages
+    network, _ = plan.drawn
+    stages = network.stages
     runs = [index for index in plan.schedule if index >= 0]
     counts = np.bincount(runs, minlength=len(stages))[: len(stages)]
     num_runs = np.minimum(counts, len(_NUM_RUNS))
-    widths = flat.kept_bytes(plan.network)
+    widths = flat.kept_bytes(network)
     widths = widths if any(widths) else np.ones(len(widths))
     edges = np.cumsum([0, *widths])
     for number, (label, color, hatch) in enumerate(_NUM_RUNS, start=1):

@@ -19,6 +19,7 @@ from typing import Any
 from kmem.base import cache
 from kmem.base import drawing
 from kmem.base.sizes import format_size
+from kmem.planning import tiles
 from kmem.planning.graph import Simulation
 from kmem.planning.graph import simulate
 from kmem.planning.network import MEASURED
@@ -26,7 +27,7 @@ from kmem.planning.network import Network
 from kmem.planning.network import Segment
 
 _FORMAT = "kmem plan"
-_VERSION = 7
+_VERSION = 8
 # No number of bytes, or of seconds, is as large as that.
 _TOO_LARGE = 2**63
 
@@ -78,6 +79,12 @@ class Plan(drawing.Shown):
                     "not have, nor if they read the batch. Received: a segment "
                     f"of stages {begin} to {end}"
                 )
+            if segment.tiles and not tiles.are_of(self.network, segment):
+                raise ValueError(
+                    "`segments` must be in tiles only as the network allows, "
+                    "and not have others within then. Received: a segment of "
+                    f"stages {begin} to {end} in {len(segment.tiles)} tiles"
+                )
             self._check(segment.inner, begin, end)
             start = end
 
@@ -114,18 +121,25 @@ class Plan(drawing.Shown):
     @property
     def host_bytes(self) -> int:
         """The bytes that a step sends to host memory, and fetches again."""
-        sizes = self.network.graph.tensor_bytes
+        sizes = self.drawn[0].graph.tensor_bytes
         return sum(sizes[~index] for index in self.schedule if index < 0)
 
     @functools.cached_property
+    def drawn(self) -> tuple[Network, tuple[Segment, ...]]:
+        """The network with a stage for each segment in tiles, and the other
+        segments."""
+        return tiles.contracted(self.network, self.segments)
+
+    @functools.cached_property
     def schedule(self) -> tuple[int, ...]:
-        """The operations of `network.graph`, in the order they run."""
-        return self.network.schedule(self.segments)
+        """The operations of the graph of `drawn`, in the order they run."""
+        network, segments = self.drawn
+        return network.schedule(segments)
 
     @functools.cached_property
     def simulation(self) -> Simulation:
         """The step, replayed."""
-        return simulate(self.network.graph, self.schedule)
+        return simulate(self.drawn[0].graph, self.schedule)
 
     @functools.cached_property
     def unplanned(self) -> Simulation:
@@ -167,6 +181,8 @@ class Plan(drawing.Shown):
         stages = self.network.stages
         first, last = stages[segment.start].name, stages[segment.stop - 1].name
         there = ", from host memory" if segment.on_host else ""
+        if segment.tiles:
+            there = f", in {len(segment.tiles)} tiles"
         rows = [f"{indent}{first} ... {last}{there}"]
         for inner in segment.inner:
             rows += self._describe(inner, indent + "  ")

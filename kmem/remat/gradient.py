@@ -83,7 +83,7 @@ def recompute(
         if _running.get() == _FIRST:
             return fn(*args, **kwargs)
         arguments = Structure((args, kwargs))
-        segment = _Segment(fn, arguments, keep_residuals, cpu_offload)
+        segment = Segment(fn, arguments, keep_residuals, cpu_offload)
         # As `keras.remat` first runs what it is going to run again.
         segment.repeated = repeated = repeated or private_tf.tapes_are_stopped()
         # A function within another one was looked at with that one.
@@ -122,7 +122,7 @@ def why_not_recomputable(fn: Callable, *args, **kwargs) -> str | None:
     ```
     """
     try:
-        _Segment(fn, Structure((args, kwargs))).check()
+        Segment(fn, Structure((args, kwargs))).check()
     except purity.NotRecomputable as error:
         return str(error)
     return None
@@ -132,6 +132,11 @@ def is_running() -> bool:
     """Whether a function runs that is recomputed, for the first time or the
     second."""
     return bool(_running.get())
+
+
+def is_first_run() -> bool:
+    """Whether a function runs that is going to be run again."""
+    return _running.get() == _FIRST
 
 
 def is_repeating() -> bool:
@@ -145,7 +150,7 @@ def is_watched(*groups: list) -> bool:
     return private_tf.record.should_record_backprop(tensors)
 
 
-class _Segment:
+class Segment:
     """One call of a function, and what its gradient needs."""
 
     # Whether TensorFlow runs the function again, and what is around it.
@@ -166,7 +171,7 @@ class _Segment:
 
         def trace(*tensors):
             with state.restored(self._ambient, []):
-                self._first_run(list(tensors))
+                self.first_run(list(tensors))
 
         tensors = self._arguments.tensors
         try:
@@ -179,13 +184,22 @@ class _Segment:
             raise purity.not_recomputable(self._fn, reason) from error
 
     def __call__(self):
-        run, results = self._first_run(self._arguments.tensors)
+        run, results = self.first_run(self._arguments.tensors)
         if run.unbuilt:
             # Initial values were drawn that no variable has: once more.
-            run, results = self._first_run(self._arguments.tensors)
+            run, results = self.first_run(self._arguments.tensors)
         if run.unbuilt:
             reason = "calls a layer that is not built yet"
             raise purity.not_recomputable(self._fn, reason)
+        results = Structure((results, self.take(run)))
+        results, losses = results.join(self._linked(results.tensors))
+        for layer, loss in zip(self._layers, losses, strict=True):
+            # Not a method that a subclass may have: that was called before.
+            keras.layers.Layer.add_loss(layer, loss)
+        return results
+
+    def take(self, run: state.FirstRun) -> list[tf.Tensor]:
+        """Takes what the first run read, and gives the losses it added."""
         run.commit()
         self._layers, losses = run.take_losses()
         self._values = run.entry
@@ -195,16 +209,13 @@ class _Segment:
             if variable.trainable and is_differentiable(value)
         ]
         self._raw = run.raw
-        results = Structure((results, losses))
-        results, losses = results.join(self._linked(results.tensors))
-        for layer, loss in zip(self._layers, losses, strict=True):
-            # Not a method that a subclass may have: that was called before.
-            keras.layers.Layer.add_loss(layer, loss)
-        return results
+        return losses
 
-    def _first_run(self, tensors):
-        self._given = list(map(state.untracked, tensors))
-        args, kwargs = self._arguments.join(self._given)
+    def first_run(self, tensors):
+        given = list(map(state.untracked, tensors))
+        # What is compared with the second run, in a graph.
+        self._given = [None] * len(given) if tf.executing_eagerly() else given
+        args, kwargs = self._arguments.join(given)
         self._scopes = names.Scopes()
         before = len(names.operations())
         with (
@@ -279,7 +290,7 @@ class _Segment:
         upstream = [tf.convert_to_tensor(gradients[i]) for i in wanted]
         tensors = self._arguments.tensors
         values = [value for _, value in self._values]
-        find = functools.partial(self._found, wanted)
+        find = functools.partial(self.found, wanted)
         if not is_watched(upstream, tensors, values):
             tensors = host.fetched(self._sent, tensors, upstream)
             return find(upstream, tensors, values)
@@ -292,9 +303,9 @@ class _Segment:
 
         # Somebody differentiates it: that is done by running it again, too.
         arguments = Structure(((upstream, tensors, values), {}))
-        return _Segment(find_dense, arguments)()
+        return Segment(find_dense, arguments)()
 
-    def _found(
+    def found(
         self, wanted: list[int], upstream: list, tensors: list, values: list
     ) -> list:
         """The gradients, computed from what they depend on."""

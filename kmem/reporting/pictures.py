@@ -69,7 +69,7 @@ def step_of(
         bytes that are in use during each of them.
     """
     plan = choice.plan
-    graph = graphs[choice.options] if plan is None else plan.network.graph
+    graph = graphs[choice.options] if plan is None else plan.drawn[0].graph
     schedule = graph.program if plan is None else plan.schedule
     operations = [graph.step(index) for index in schedule]
     count = choice.options.num_parts
