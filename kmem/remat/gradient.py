@@ -155,6 +155,8 @@ class Segment:
 
     # Whether TensorFlow runs the function again, and what is around it.
     repeated = False
+    # Whether both runs are to be joined alike with what reads their results.
+    is_compared = True
 
     def __init__(self, fn, arguments: Structure, keep=False, offload=False):
         self._fn = fn
@@ -213,8 +215,6 @@ class Segment:
 
     def first_run(self, tensors):
         given = list(map(state.untracked, tensors))
-        # What is compared with the second run, in a graph.
-        self._given = [None] * len(given) if tf.executing_eagerly() else given
         args, kwargs = self._arguments.join(given)
         self._scopes = names.Scopes()
         before = len(names.operations())
@@ -225,11 +225,13 @@ class Segment:
             state.FirstRun() as run,
         ):
             results = self._fn(*args, **kwargs)
-        self._first = names.operations()[before:]
-        effects = purity.effects(self._first)
+        made = names.operations()[before:]
+        effects = purity.effects(made)
         if effects:
             reason = f"contains {', '.join(effects)}"
             raise purity.not_recomputable(self._fn, reason)
+        if self.is_compared:
+            self._first, self._given = made, given
         return run, results
 
     def _linked(self, tensors: list) -> list:
@@ -338,12 +340,12 @@ class Segment:
         of_variables = [*map(_sum, of_values), *of_raw]
         made = names.operations()
         second, gradient, readers = made[before:after], made[after:], []
-        if not self._keep_residuals:
+        if self.is_compared and not self._keep_residuals:
             # Not held back, as what they read would be.
             with ordering.unordered():
                 arguments = list(zip(self._given, tensors, strict=True))
                 readers = uses.shown(self._first, second, gradient, arguments)
-        elif gradient:
+        elif self._keep_residuals and gradient:
             given = [*self._given, *_seeds(self._values)]
             first = uses.computed(self._first, given)
             again = uses.computed(second, [*tensors, *_seeds(delayed)])

@@ -60,6 +60,7 @@ class _Tiled(gradient.Segment):
             spec = tf.TensorSpec(piece.shape, piece.dtype)
             cropped = functools.partial(_run, self._function, tile)
             part = gradient.Segment(cropped, Structure(((spec,), {})))
+            part.is_compared = False
             made, result = part.first_run([piece])
             part.take(made)
             self._parts.append(part)
