@@ -16,8 +16,8 @@ from typing import Literal
 from kmem.budget import tuning
 from kmem.budget.dry_run import Measurement
 from kmem.planning.bounds import InfeasibleBudget
-from kmem.planning.bounds import peak_lower_bound
 from kmem.planning.choosing import Chooser
+from kmem.planning.choosing import InTiles
 from kmem.planning.flat import Point
 from kmem.planning.plan import Plan
 from kmem.step import batches
@@ -31,11 +31,14 @@ class Learned:
         chooser: Their plans.
         extra_bytes: What their steps need beyond what the drawing tells.
         measured: The plans that were run, with the same for each.
+        in_tiles: The same of plans with segments in tiles, for budgets that
+            no other plan stays within; `None` if these are not looked for.
     """
 
-    chooser: Chooser
+    chooser: Chooser | InTiles
     extra_bytes: int = 0
     measured: dict[Point, int] = dataclasses.field(default_factory=dict)
+    in_tiles: "Learned | None" = None
 
 
 @dataclasses.dataclass
@@ -80,10 +83,13 @@ class Corrector:
             budget = int(asked * (unplanned + reserved))
             resident = everything.resident_bytes
         target = int(budget) - reserved
-        best = self._within(target, resident)
+        best, corrector = self._within(target, resident), self
+        if best is None and self.learned.in_tiles is not None:
+            corrector = dataclasses.replace(self, learned=self.learned.in_tiles)
+            best = corrector._within(target, resident)
         if best is None:
             written = repr(asked)
-            raise self._infeasible(target, reserved, argument, written)
+            raise corrector._infeasible(target, reserved, argument, written)
         return best
 
     def _auto(self, resident: int) -> Plan:
@@ -174,7 +180,7 @@ class Corrector:
         measured = self.learned.measured.items()
         peaks = [point.peak_bytes + extra for point, extra in measured]
         smallest = min(peaks, default=drawn)
-        bound = min(peak_lower_bound(chooser.network.graph), drawn)
+        bound = min(chooser.lower_bound_bytes, drawn)
         bound = min(bound + self.learned.extra_bytes, smallest)
         # A little more is in memory when it is asked for.
         least = self.in_use + smallest / (1 - 2 * tuning.MARGIN)

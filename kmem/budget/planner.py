@@ -31,6 +31,7 @@ from kmem.keras_graph.recording import Recording
 from kmem.options import MemoryOptions
 from kmem.options import Remat
 from kmem.planning.choosing import Chooser
+from kmem.planning.choosing import InTiles
 from kmem.planning.flat import Genetic
 from kmem.planning.network import MEASURED
 from kmem.planning.network import Network
@@ -239,7 +240,8 @@ def make_plan(
     learned = _learned.pop(key, None)
     if learned is None:
         network = network_of(model, recording, options, costs, verbose)
-        learned = Learned(Chooser(network, remat.solver))
+        chooser = Chooser(network, remat.solver)
+        learned = Learned(chooser, in_tiles=Learned(InTiles(chooser)))
     _learned[key] = learned
     while len(_learned) > tuning.MAX_KEPT:
         _learned.pop(next(iter(_learned)))

@@ -14,12 +14,17 @@ nested segments.
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
 from kmem.planning import flat
+from kmem.planning import tiles
+from kmem.planning.bounds import InfeasibleBudget
 from kmem.planning.bounds import check_budget
+from kmem.planning.bounds import peak_lower_bound
 from kmem.planning.bounds import seconds_lower_bound
 from kmem.planning.line import Line
 from kmem.planning.network import Network
@@ -152,6 +157,11 @@ class Chooser:
         most = MAX_SLOWDOWN * self.everything.seconds
         return self._chain.smallest_within(most)
 
+    @functools.cached_property
+    def lower_bound_bytes(self) -> int:
+        """No schedule has a smaller peak."""
+        return peak_lower_bound(self.network.graph)
+
     def lower_bound_seconds(self, budget_bytes: int) -> float:
         """No schedule within the budget is faster, of segments or not."""
         bound = seconds_lower_bound(self.network.graph, budget_bytes)
@@ -161,3 +171,128 @@ class Chooser:
         if isinstance(self.solver, flat.Genetic):
             return flat.search(self.network, self.solver, budget_bytes)
         return flat.sqrt(self.network, budget_bytes=budget_bytes)
+
+
+# In how many tiles a segment may run, how many such segments there may be in a
+# row, and at how many places the last one may end.
+_NUM_TILES = 2, 4, 8, 16, 32
+_NUM_SEGMENTS = 1, 2, 3, 4
+_MOST_ENDS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class InTiles:
+    """The same with one or more segments in tiles, one after another.
+
+    These begin where a row of stages does that may run so, and are equal parts
+    of it. A chooser plans for what is left of the network, with a stage for
+    each of them.
+    """
+
+    plain: Chooser
+
+    @property
+    def network(self) -> Network:
+        return self.plain.network
+
+    @property
+    def solver(self) -> str | flat.Genetic:
+        return self.plain.solver
+
+    @functools.cached_property
+    def _choosers(self) -> list[tuple[tuple[Segment, ...], Chooser]]:
+        """By the segments in tiles, the chooser of the rest."""
+        found = []
+        for segments in dict.fromkeys(_in_tiles(self.network)):
+            rest, _ = tiles.contracted(self.network, segments)
+            found.append((segments, Chooser(rest, self.solver)))
+        return found
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """No schedule with these segments has a smaller peak."""
+        bounds = [rest.lower_bound_bytes for _, rest in self._choosers]
+        return min(bounds, default=self.plain.lower_bound_bytes)
+
+    @functools.cached_property
+    def smallest(self) -> flat.Point:
+        """The plan with the smallest peak."""
+        best = self.plain.smallest
+        for segments, rest in sorted(
+            self._choosers, key=lambda pair: pair[1].lower_bound_bytes
+        ):
+            if rest.lower_bound_bytes >= best.peak_bytes:
+                break
+            if rest.smallest.peak_bytes < best.peak_bytes:
+                best = self._point(segments, rest.smallest)
+        return best
+
+    def within(self, budget_bytes: int) -> flat.Point:
+        """The fastest plan within a budget; `InfeasibleBudget` if there is
+        none."""
+        best = None
+        for segments, rest in sorted(
+            self._choosers, key=lambda pair: pair[1].everything.seconds
+        ):
+            if best and rest.everything.seconds >= best.seconds:
+                break
+            if rest.lower_bound_bytes > budget_bytes:
+                continue
+            try:
+                point = rest.within(budget_bytes)
+            except InfeasibleBudget:
+                continue
+            if best is None or point.seconds < best.seconds:
+                best = self._point(segments, point)
+        return best or self.plain.within(budget_bytes)
+
+    def lower_bound_seconds(self, budget_bytes: int) -> float:
+        """No schedule is faster."""
+        return self.plain.everything.seconds
+
+    def _point(self, in_tiles, point: flat.Point) -> flat.Point:
+        segments = point.segments
+        for each in in_tiles:
+            segments = tiles.expanded(segments, each)
+        return dataclasses.replace(point, segments=segments)
+
+
+def _in_tiles(network: Network) -> Iterator[tuple[Segment, ...]]:
+    """Segments in tiles that may be one after another."""
+    for row in _rows(network):
+        step = -(-(len(row) - 1) // _MOST_ENDS)
+        for end, parts in itertools.product(
+            range(len(row) - 1, 0, -step), _NUM_SEGMENTS
+        ):
+            cuts = np.linspace(0, end, parts + 1).round().astype(int)
+            spans = [*itertools.pairwise(row[cut] for cut in cuts)]
+            if parts > end or not all(_may_be(network, *s) for s in spans):
+                continue
+            for count in _NUM_TILES:
+                cut = [tiles.tiles_of(network, *span, count) for span in spans]
+                if min(map(len, cut)) > 1:
+                    yield tuple(
+                        Segment(*span, tiles=each)
+                        for span, each in zip(spans, cut, strict=True)
+                    )
+
+
+def _rows(network: Network) -> Iterator[list[int]]:
+    """Where segments in tiles may begin and end: for each row of stages that
+    may run so its first place, and those up to which it may be one."""
+    places = [0, *flat.places(network), len(network.stages)]
+    row = places[:1]
+    for start, stop in itertools.pairwise(places):
+        stages = network.stages[start:stop]
+        if all(stage.window and stage.recomputable for stage in stages):
+            row += [stop] * _may_be(network, row[0], stop)
+            continue
+        if len(row) > 1:
+            yield row
+        row = [stop]
+
+
+def _may_be(network: Network, start: int, stop: int) -> bool:
+    """Whether stages `start` to `stop - 1` may be a segment in tiles."""
+    is_one = tiles.ends(network, start, stop) is not None
+    return is_one and network.allows(start, stop)

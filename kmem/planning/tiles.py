@@ -128,23 +128,40 @@ def expanded(
     segments: tuple[Segment, ...], in_tiles: Segment
 ) -> tuple[Segment, ...]:
     """Segments of a network that one in tiles was a stage of, with that one."""
-    inside = in_tiles.stop - in_tiles.start - 1
+    begin, end = in_tiles.start, in_tiles.stop
+    found, is_within = [], False
+    for each in segments:
+        start, stop = (
+            place + (end - begin - 1) * (place > begin)
+            for place in (each.start, each.stop)
+        )
+        if (start, stop) == (begin, end):
+            # It keeps no more as a segment than by itself.
+            continue
+        inner = each.inner
+        if start <= begin < stop:
+            is_within = True
+            inner = expanded(inner, in_tiles)
+        elif inner:
+            inner = _moved(inner, start - each.start)
+        found.append(
+            dataclasses.replace(each, start=start, stop=stop, inner=inner)
+        )
+    if not is_within:
+        found.append(in_tiles)
+    return tuple(sorted(found, key=lambda each: each.start))
 
-    def place(number: int) -> int:
-        return number + inside * (number > in_tiles.start)
 
-    def with_it(segments, start: int, stop: int) -> tuple[Segment, ...]:
-        found = []
-        for each in segments:
-            ends = place(each.start), place(each.stop)
-            inner = with_it(each.inner, *ends)
-            found.append(Segment(*ends, inner, each.on_host))
-        around = [s for s in found if s.start <= in_tiles.start < s.stop]
-        if not around and start <= in_tiles.start < stop:
-            found = sorted([*found, in_tiles], key=lambda s: s.start)
-        return tuple(found)
-
-    return with_it(segments, 0, in_tiles.stop)
+def _moved(segments: tuple[Segment, ...], by: int) -> tuple[Segment, ...]:
+    return tuple(
+        dataclasses.replace(
+            each,
+            start=each.start + by,
+            stop=each.stop + by,
+            inner=_moved(each.inner, by),
+        )
+        for each in segments
+    )
 
 
 def _in_tiles(segments: tuple[Segment, ...]) -> list[Segment]:
