@@ -83,14 +83,21 @@ class Corrector:
             budget = int(asked * (unplanned + reserved))
             resident = everything.resident_bytes
         target = int(budget) - reserved
-        best, corrector = self._within(target, resident), self
-        if best is None and self.learned.in_tiles is not None:
-            corrector = dataclasses.replace(self, learned=self.learned.in_tiles)
+        in_tiles, refusals = self.learned.in_tiles, []
+        correctors = [self]
+        if in_tiles is not None:
+            correctors.append(dataclasses.replace(self, learned=in_tiles))
+        for corrector in correctors:
+            if not corrector.learned.chooser.is_possible:
+                continue
             best = corrector._within(target, resident)
-        if best is None:
-            written = repr(asked)
-            raise corrector._infeasible(target, reserved, argument, written)
-        return best
+            if best is not None:
+                return best
+            refused = corrector._infeasible(
+                target, reserved, argument, repr(asked)
+            )
+            refusals.append(refused)
+        raise min(refusals, key=lambda refused: refused.smallest_bytes)
 
     def _auto(self, resident: int) -> Plan:
         """The smallest peak for a bounded slowdown, and no more recomputation

@@ -243,7 +243,9 @@ class _LineRun:
 
 def _rerun(run: Callable, segment: Segment) -> Callable:
     if segment.tiles:
-        return lambda tensor: [tiled(lambda x: run(x)[0], segment.tiles)(tensor)]
+        return lambda tensor: [
+            tiled(lambda x: run(x)[0], segment.tiles)(tensor)
+        ]
     return remat.recompute(run, check=False, cpu_offload=segment.on_host)
 
 

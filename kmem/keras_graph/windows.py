@@ -48,7 +48,7 @@ def window_of(call: Call) -> Window | None:
         for leaf in keras.tree.flatten(call.arguments)
         if keras.ops.is_tensor(leaf)
     ]
-    shapes = [t.shape for t in (*read, *call.results)]
+    shapes: list[Any] = [t.shape for t in (*read, *call.results)]
     if (
         not read
         or len(call.results) != 1
@@ -61,7 +61,7 @@ def window_of(call: Call) -> Window | None:
         or getattr(layer, "activation", None) not in {None, *_FUNCTIONS}
     ):
         return None
-    given, made = shapes[0][1], shapes[-1][1]
+    given, made = int(shapes[0][1]), int(shapes[-1][1])
     size, stride, before, after = _reach(layer, given, shapes[0].rank - 1)
     if not size or made != (given + before + after - size) // stride + 1:
         return None

@@ -123,6 +123,7 @@ class Chooser:
 
     network: Network
     solver: str | flat.Genetic = "optimal"
+    is_possible = True
 
     @functools.cached_property
     def everything(self) -> flat.Point:
@@ -175,9 +176,11 @@ class Chooser:
 
 # In how many tiles a segment may run, how many such segments there may be in a
 # row, and at how many places the last one may end.
-_NUM_TILES = 2, 4, 8, 16, 32
+_NUM_TILES = 2, 4, 8, 16
 _NUM_SEGMENTS = 1, 2, 3, 4
 _MOST_ENDS = 6
+# Each tile's run of a stage is traced by itself, which takes 0.1 s or so.
+_MOST_RUNS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +210,11 @@ class InTiles:
             rest, _ = tiles.contracted(self.network, segments)
             found.append((segments, Chooser(rest, self.solver)))
         return found
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there are such segments."""
+        return bool(self._choosers)
 
     @property
     def lower_bound_bytes(self) -> int:
@@ -270,7 +278,8 @@ def _in_tiles(network: Network) -> Iterator[tuple[Segment, ...]]:
                 continue
             for count in _NUM_TILES:
                 cut = [tiles.tiles_of(network, *span, count) for span in spans]
-                if min(map(len, cut)) > 1:
+                is_short = count * (row[end] - row[0]) <= _MOST_RUNS
+                if is_short and min(map(len, cut)) > 1:
                     yield tuple(
                         Segment(*span, tiles=each)
                         for span, each in zip(spans, cut, strict=True)

@@ -110,7 +110,9 @@ def contracted(
         place += 1
     places.append(place)
     inside = {p for s in in_tiles for p in range(s.start + 1, s.stop)}
-    shared = [tuple(dict.fromkeys(places[i] for i in s)) for s in network.shared]
+    shared = [
+        tuple(dict.fromkeys(places[i] for i in s)) for s in network.shared
+    ]
     smaller = dataclasses.replace(
         network,
         stages=tuple(stages),

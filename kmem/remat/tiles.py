@@ -5,8 +5,8 @@ what works number by number) may be run on the rows that a part of its result
 needs, forward and, again, for its gradient. So only one tile's activations are
 in memory. A tile is run by the very layers, on a few rows too many: their own
 padding makes the outermost rows wrong, unless the image ends there, and these
-are cut off. Which rows that takes is `kmem.planning.tiles`' to say. What it does
-not do: what one function runs for all rows at once, such as batch statistics.
+are cut off. Which rows that takes, `kmem.planning.tiles` says. What it does not
+do: what one function runs for all rows at once, such as batch statistics.
 """
 
 import functools
@@ -44,14 +44,24 @@ def tiled(fn: Callable, tiles: Sequence[Tile]) -> Callable:
     return call
 
 
-class _Tiled(gradient.Segment):
+class _Part(gradient.Segment):
+    """What runs in tiles, or one tile of it."""
+
+    def take(self, run):
+        # A variable of Keras's that is read in a `tf.function` of a layer's,
+        # for a tile and for all of them, passes for one that is not Keras's.
+        run.raw = []
+        return super().take(run)
+
+
+class _Tiled(_Part):
     """One call of a function in tiles."""
 
     def __init__(self, fn: Callable, tensor, tiles: Sequence[Tile]):
         super().__init__(self._run_first, Structure(((tensor,), {})))
         self._function = fn
         self._tiles = tiles
-        self._parts: list[gradient.Segment] = []
+        self._parts: list[_Part] = []
 
     def _run_first(self, tensor):
         self._parts = []
@@ -59,7 +69,7 @@ class _Tiled(gradient.Segment):
         def run(tile, piece):
             spec = tf.TensorSpec(piece.shape, piece.dtype)
             cropped = functools.partial(_run, self._function, tile)
-            part = gradient.Segment(cropped, Structure(((spec,), {})))
+            part = _Part(cropped, Structure(((spec,), {})))
             part.is_compared = False
             made, result = part.first_run([piece])
             part.take(made)
