@@ -134,11 +134,6 @@ def is_running() -> bool:
     return bool(_running.get())
 
 
-def is_first_run() -> bool:
-    """Whether a function runs that is going to be run again."""
-    return _running.get() == _FIRST
-
-
 def is_repeating() -> bool:
     """Whether a function runs for the second time, for its gradient."""
     return _running.get() == _SECOND
@@ -146,8 +141,7 @@ def is_repeating() -> bool:
 
 def is_watched(*groups: list) -> bool:
     """Whether somebody differentiates what is computed from some tensors."""
-    tensors = [tensor for group in groups for tensor in group]
-    return private_tf.record.should_record_backprop(tensors)
+    return private_tf.record.should_record_backprop(sum(groups, []))
 
 
 class Segment:
@@ -226,8 +220,7 @@ class Segment:
         ):
             results = self._fn(*args, **kwargs)
         made = names.operations()[before:]
-        effects = purity.effects(made)
-        if effects:
+        if effects := purity.effects(made):
             reason = f"contains {', '.join(effects)}"
             raise purity.not_recomputable(self._fn, reason)
         if self.is_compared:
@@ -337,7 +330,7 @@ class Segment:
             needed = ordering.needed_of(names.operations()[after:], results)
             results = tf.nest.map_structure(repeats.once(needed), results)
         of_inputs, of_values, of_raw = results
-        of_variables = [*map(_sum, of_values), *of_raw]
+        of_variables = [*map(summed, of_values), *of_raw]
         made = names.operations()
         second, gradient, readers = made[before:after], made[after:], []
         if self.is_compared and not self._keep_residuals:
@@ -346,9 +339,9 @@ class Segment:
                 arguments = list(zip(self._given, tensors, strict=True))
                 readers = uses.shown(self._first, second, gradient, arguments)
         elif self._keep_residuals and gradient:
-            given = [*self._given, *_seeds(self._values)]
+            given = [*self._given, *state.seeds(self._values)]
             first = uses.computed(self._first, given)
-            again = uses.computed(second, [*tensors, *_seeds(delayed)])
+            again = uses.computed(second, [*tensors, *state.seeds(delayed)])
             uses.keep_residuals(first, again, gradient)
         of_inputs = control.before(of_variables, of_inputs)
         # Nobody may want those of the inputs, such as that of a batch.
@@ -364,15 +357,14 @@ class Segment:
         held = list(zip(variables, values, strict=True))
         # Seeds come before weights.
         held.sort(key=lambda pair: is_differentiable(pair[1]))
-        seeds = _seeds(held)
+        seeds = state.seeds(held)
         weights = [value for _, value in held[len(seeds) :]]
         tensors, weights = control.after(
             gradients, [*arguments, *seeds], weights
         )
         count = len(arguments)
-        variables = [variable for variable, _ in held]
-        values = [*tensors[count:], *weights]
-        return tensors[:count], list(zip(variables, values, strict=True))
+        values = zip(held, [*tensors[count:], *weights], strict=True)
+        return tensors[:count], [(pair[0], value) for pair, value in values]
 
     def _second_run(self, tensors: list, run: state.SecondRun) -> list:
         """The differentiable results, in the order of the first run."""
@@ -389,8 +381,8 @@ class Segment:
         ):
             results = self._fn(*args, **kwargs)
         _, losses = run.take_losses()
-        results = Structure((results, losses)).tensors
-        return [t for t in results if is_differentiable(t)]
+        tensors = Structure((results, losses)).tensors
+        return list(filter(is_differentiable, tensors))
 
     @contextlib.contextmanager
     def _explained(self):
@@ -400,12 +392,7 @@ class Segment:
             raise purity.not_recomputable(self._fn, str(error)) from None
 
 
-def _seeds(values: list[tuple]) -> list[tf.Tensor]:
-    """Of variables' values, all that random numbers are made from."""
-    return [value for _, value in values if not is_differentiable(value)]
-
-
-def _sum(gradients: list):
+def summed(gradients: list):
     """The sum of gradients that may be `None`; a single one as it is."""
     present = [g for g in gradients if g is not None]
     if len(present) < 2:

@@ -254,6 +254,11 @@ class Substituted(keras.StatelessScope):
             self.original_scope.add_update(update)
 
 
+def seeds(values: list[tuple]) -> list[tf.Tensor]:
+    """Of variables' values, all that random numbers are made from."""
+    return [value for _, value in values if not is_differentiable(value)]
+
+
 def untracked(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor as a constant, to every tape."""
     return tf.stop_gradient(tensor) if is_differentiable(tensor) else tensor

@@ -12,7 +12,6 @@ do: what one function runs for all rows at once, such as batch statistics.
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -37,7 +36,7 @@ def tiled(fn: Callable, tiles: Sequence[Tile]) -> Callable:
     def call(tensor):
         if private_keras.mask_of(tensor) is not None:
             return gradient.recompute(fn, check=False)(tensor)
-        if gradient.is_first_run():
+        if gradient.is_running() and not gradient.is_repeating():
             return _forward(tensor, tiles, functools.partial(_run, fn))
         return _Tiled(fn, tensor, tiles)()
 
@@ -46,6 +45,8 @@ def tiled(fn: Callable, tiles: Sequence[Tile]) -> Callable:
 
 class _Part(gradient.Segment):
     """What runs in tiles, or one tile of it."""
+
+    is_compared = False
 
     def take(self, run):
         # A variable of Keras's that is read in a `tf.function` of a layer's,
@@ -70,7 +71,6 @@ class _Tiled(_Part):
             spec = tf.TensorSpec(piece.shape, piece.dtype)
             cropped = functools.partial(_run, self._function, tile)
             part = _Part(cropped, Structure(((spec,), {})))
-            part.is_compared = False
             made, result = part.first_run([piece])
             part.take(made)
             self._parts.append(part)
@@ -97,7 +97,8 @@ class _Tiled(_Part):
                 wanted, given[:1], given[1:], values
             )
             of_pieces.append(of_piece)
-            sums = list(map(_added, sums or [None] * len(of_values), of_values))
+            both = zip(sums or [None] * len(of_values), of_values, strict=True)
+            sums = [gradient.summed(list(pair)) for pair in both]
             before = [g for g in sums if g is not None] or [of_piece]
         if any(piece is None for piece in of_pieces):
             return [None, *sums]
@@ -129,12 +130,6 @@ def _after(before: list, make: Callable[[], list[tf.Tensor]]) -> list:
     return control.delayed(before, made) if private_tf.in_xla() else made
 
 
-def _added(one: Any, other: Any):
-    if one is None or other is None:
-        return other if one is None else one
-    return tf.add(one, other)
-
-
 def _joined(pieces: list, tiles: Sequence[Tile]):
     """The gradient of a tensor from those of pieces, which overlap."""
     ends = sorted({end for tile in tiles for end in (tile.start, tile.stop)})
@@ -145,5 +140,5 @@ def _joined(pieces: list, tiles: Sequence[Tile]):
             for piece, tile in zip(pieces, tiles, strict=True)
             if tile.start <= start and stop <= tile.stop
         ]
-        bands.append(tf.add_n(shares) if len(shares) > 1 else shares[0])
+        bands.append(gradient.summed(shares))
     return tf.concat(bands, axis=1)

@@ -13,6 +13,7 @@ from kmem.planning.graph import simulate
 from kmem.planning.network import Network
 from kmem.planning.network import Segment
 from kmem.planning.network import Stage
+from kmem.planning.network import Window
 from kmem.planning.plan import Plan
 
 # Six layers, each of which keeps what it makes: 10 MB, in 1 s forward and 2 s
@@ -183,7 +184,9 @@ def test_every_field_survives(tmp_path):
         }
         return dataclasses.replace(made, **values)
 
-    stage = differing(layer(0, shares=(1,), passed=(0,), gradients=(0,)))
+    window = Window(7, 5, 3, 2, 1)
+    own = {"shares": (1,), "passed": (0,), "gradients": (0,)}
+    stage = differing(layer(0, **own, window=window))
     network = dataclasses.replace(
         differing(NETWORK),
         host_seconds=0.5,
@@ -337,7 +340,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, content):
 
 def test_a_file_of_another_version_is_refused(tmp_path):
     path = saved(tmp_path, version=99)
-    with pytest.raises(ValueError, match="version 7: .* of version 99"):
+    with pytest.raises(ValueError, match="version 8: .* of version 99"):
         Plan.load(path)
 
 
