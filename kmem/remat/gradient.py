@@ -363,8 +363,8 @@ class Segment:
             gradients, [*arguments, *seeds], weights
         )
         count = len(arguments)
-        values = zip(held, [*tensors[count:], *weights], strict=True)
-        return tensors[:count], [(pair[0], value) for pair, value in values]
+        pairs = zip(held, [*tensors[count:], *weights], strict=True)
+        return tensors[:count], [(pair[0], value) for pair, value in pairs]
 
     def _second_run(self, tensors: list, run: state.SecondRun) -> list:
         """The differentiable results, in the order of the first run."""
