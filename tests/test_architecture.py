@@ -41,14 +41,14 @@ ROOMS = (
 RANK = {name: rank for rank, name in enumerate(ROOMS)}
 
 MAX_TOP_FILES = 9
-MAX_MODULES = 156
+MAX_MODULES = 157
 MAX_FILE_LINES = 400
 # A budget makes every addition ask what it is worth, and whether something
 # can go. Raise it in the change that needs it, and say why there.
 # The last ones: programs whose layers gather their weights
 # (multilevel/workers.py), images in tiles (remat/tiles.py, planning/tiles.py),
 # labels with marks (step/examples.py).
-MAX_TOTAL_LINES = 33500
+MAX_TOTAL_LINES = 33381
 
 FRAMEWORKS = {"tensorflow", "keras"}
 # What is private in them is imported, and touched, by these alone.

@@ -39,7 +39,9 @@ gradient_of_operation = backprop._gradient_function
 sum_of_gradients = backprop._aggregate_grads
 zero_gradients = backprop._zeros
 
-# The graph of a loop's gradient. remat/test_remat.py
+# The graph of a function, in which `==` compares numbers; and that of a loop's
+# gradient. dtr/test_dtr_blocks.py, remat/test_remat.py
+FuncGraph: Any = tf.__internal__.FuncGraph
 GradientOfLoop: Any = while_v2._WhileBodyGradFuncGraph
 
 
@@ -110,7 +112,7 @@ def is_own_function(graph: Any) -> bool:
     """Whether a graph is that of a `tf.function`, not of a loop or a branch,
     which may be called again: Keras makes one in each call of a convolution in
     groups. remat/test_remat.py, multilevel/test_multilevel_program.py"""
-    is_function = type(graph) is tf.__internal__.FuncGraph
+    is_function = type(graph) is FuncGraph
     return is_function and graph.name != "_conv_xla"
 
 

@@ -26,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from kmem.base.private_keras import tf_variable
+from kmem.base.private_tf import FuncGraph
 from kmem.base.private_tf import record
 from kmem.graph import ordering
 from kmem.remat import purity
@@ -45,7 +46,7 @@ class CannotCompile(ValueError):
     """A call that must run operator by operator."""
 
 
-class _Graph(tf.__internal__.FuncGraph):
+class _Graph(FuncGraph):
     """That of a function which takes no tensors from outside: it would keep
     them as they are now."""
 
