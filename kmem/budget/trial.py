@@ -184,7 +184,8 @@ class Trial:
         self._options = options
         self.plan = plan
         self._recording = recording
-        self._spec = batches.with_rows(batch, None) if spec is None else spec
+        # `train_on_batch` traces a step for the batch that it is given.
+        self._spec = batch if spec is None else spec
         self._drawing = drawing
         self._group = agreeing.processes(options)
         rest = dataclasses.replace(options, remat=None)
