@@ -223,7 +223,21 @@ class Wraps(keras.Sequential):
         self.train_function = lambda iterator: keras_function(iterator)
 
 
-@pytest.mark.parametrize("kind", [Late, Wraps])
+class Set(keras.Sequential):
+    num_made = 0
+
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
+        make = self.make_train_function
+
+        def counted(force=False):
+            self.num_made += 1
+            return make(force)
+
+        self.make_train_function = counted
+
+
+@pytest.mark.parametrize("kind", [Late, Wraps, Set])
 def test_a_train_function_of_ones_own_takes_the_options_step(kind):
     model = kind([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -239,6 +253,7 @@ def test_a_train_function_of_ones_own_takes_the_options_step(kind):
             verbose=0,
         )
         assert int(model.optimizer.iterations) == 1
+        assert kind is not Set or model.num_made
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)

@@ -11,6 +11,7 @@ that a thread replaces is the old one in the threads that it starts.
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import inspect
 import threading
@@ -185,37 +186,50 @@ def _set(instance, name: str, value) -> None:
         own.__setattr__(instance, name, value)
 
 
-def kept(model) -> Context:
-    """Within, a model's train function is not made anew by others."""
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """In the place of a model's `make_train_function`."""
 
-    def make(force=False):
+    model: Any
+    plain: Callable
+
+    def __call__(self, force=False):
         if force:
             raise ValueError(
-                "A callback must not call `make_train_function(force=True)` "
-                "while `fit` trains under memory options, which it would take "
-                "off: change the model between two calls of `fit`. "
-                f"Received: model={model.name}"
+                "A callback must not call `make_train_function(force=True)`, "
+                "which takes memory options off: change the model between "
+                f"two calls of `fit`. Received: model={self.model.name}"
             )
         # One of the model's own may make it anew all the same.
-        if model.train_function is None:
-            type(model).make_train_function(model)
-        return model.train_function
-
-    return attribute(model, "make_train_function", make)
+        if self.model.train_function is None:
+            self.plain()
+        return self.model.train_function
 
 
-def taking(model, function: Callable, has_taken: Callable) -> Callable:
-    """A train function that must take the step that it was made with."""
+def kept(model) -> Context:
+    """Within, a model's train function is not made anew by others."""
+    name = "make_train_function"
+    return attribute(model, name, _Kept(model, maker(model, name)))
+
+
+def maker(model, name: str) -> Callable:
+    """The model's own method that makes one of its functions."""
+    make = getattr(model, name)
+    return make.plain if isinstance(make, _Kept) else make
+
+
+def taking(session, function: Callable) -> Callable:
+    """A train function that must take the session's step."""
 
     def train(iterator):
         logs = function(iterator)
-        if not has_taken():
+        if not session.is_traced:
             raise ValueError(
                 "A `make_train_function` of one's own must read "
                 "`self.train_step` when it is called, as Keras's does: "
                 "`step = self.train_step`, then `tf.function(lambda iterator: "
                 "step(next(iterator)))`. Else memory options have no effect. "
-                f"Received: model={model.name}"
+                f"Received: model={session.model.name}"
             )
         return logs
 

@@ -83,13 +83,11 @@ class Corrector:
             budget = int(asked * (unplanned + reserved))
             resident = everything.resident_bytes
         target = int(budget) - reserved
-        in_tiles, refusals = self.learned.in_tiles, []
-        correctors = [self]
-        if in_tiles is not None:
-            correctors.append(dataclasses.replace(self, learned=in_tiles))
-        for corrector in correctors:
-            if not corrector.learned.chooser.is_possible:
+        refusals = []
+        for learned in filter(None, (self.learned, self.learned.in_tiles)):
+            if not learned.chooser.is_possible:
                 continue
+            corrector = dataclasses.replace(self, learned=learned)
             best = corrector._within(target, resident)
             if best is not None:
                 return best

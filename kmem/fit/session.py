@@ -60,6 +60,7 @@ class Session:
     Attributes:
         planned: For the planner: what was asked for, the plan, and the bytes
             that were in memory when it was made.
+        is_traced: Whether a step was taken, or traced.
 
     Raises:
         ValueError: If the model is not compiled, or an option cannot work
@@ -80,7 +81,7 @@ class Session:
         self.model = model
         self.options = options
         self._compiled = compiled_state(model)
-        self._is_users = self._is_traced = False
+        self._is_users = self.is_traced = False
         self._ordered = ordered
         self._steps = {k: getattr(model, f"{k}_step") for k in _KINDS}
         self._made: dict[str, Callable] = {}
@@ -186,7 +187,7 @@ class Session:
             warnings.warn(_UNCOMPILED, stacklevel=2)
         if self._undoing is not None:
             self._undoing.is_on = True
-        if self._is_traced:
+        if self.is_traced:
             self.step.warn_of_parts()
 
     def install(self, test_step: bool = True, guard: bool = False) -> None:
@@ -325,12 +326,10 @@ class Session:
                 evaluate = functools.partial(self._evaluate, kind)
                 step = self._train if kind == "train" else evaluate
                 with patching.attribute(model, f"{kind}_step", step):
-                    getattr(type(model), f"make_{name}")(model, force=True)
+                    patching.maker(model, f"make_{name}")(force=True)
                 function = getattr(model, name)
                 if kind == "train":
-                    function = patching.taking(
-                        model, function, lambda: self._is_traced
-                    )
+                    function = patching.taking(self, function)
                 for each in concerned:
                     function = each.wrapped(function)
                 functions[name] = function
@@ -348,9 +347,9 @@ class Session:
             logs = take(keras.tree.map_structure(batches.as_tensor, data))
         releasing.forget_gradients()
         self.changes.look()
-        if self._is_users and not self._is_traced:
+        if self._is_users and not self.is_traced:
             self.step.warn_of_parts()
-        self._is_traced = True
+        self.is_traced = True
         return keras.tree.map_structure(_as_value, logs)
 
     def _take_step(self, data):

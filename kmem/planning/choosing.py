@@ -205,11 +205,11 @@ class InTiles:
     @functools.cached_property
     def _choosers(self) -> list[tuple[tuple[Segment, ...], Chooser]]:
         """By the segments in tiles, the chooser of the rest."""
-        found = []
-        for segments in dict.fromkeys(_in_tiles(self.network)):
-            rest, _ = tiles.contracted(self.network, segments)
-            found.append((segments, Chooser(rest, self.solver)))
-        return found
+        network, solver = self.network, self.solver
+        return [
+            (each, Chooser(tiles.contracted(network, each)[0], solver))
+            for each in dict.fromkeys(_candidates(network))
+        ]
 
     @property
     def is_possible(self) -> bool:
@@ -265,7 +265,7 @@ class InTiles:
         return dataclasses.replace(point, segments=segments)
 
 
-def _in_tiles(network: Network) -> Iterator[tuple[Segment, ...]]:
+def _candidates(network: Network) -> Iterator[tuple[Segment, ...]]:
     """Segments in tiles that may be one after another."""
     for row in _rows(network):
         step = -(-(len(row) - 1) // _MOST_ENDS)

@@ -11,6 +11,7 @@ enters it, and needs a tile's activations as workspace.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from kmem.planning.graph import simulate
 from kmem.planning.network import Network
@@ -123,7 +124,7 @@ def contracted(
         shared=tuple(each for each in shared if len(each) > 1),
         late=frozenset(places[index] for index in network.late),
     )
-    return smaller, _renumbered(segments, places)
+    return smaller, _placed(segments, places.__getitem__, with_tiles=False)
 
 
 def expanded(
@@ -132,38 +133,23 @@ def expanded(
     """Segments of a network that one in tiles was a stage of, with that one."""
     begin, end = in_tiles.start, in_tiles.stop
     found, is_within = [], False
+
+    def shifted(place: int) -> int:
+        return place + (end - begin - 1) * (place > begin)
+
     for each in segments:
-        start, stop = (
-            place + (end - begin - 1) * (place > begin)
-            for place in (each.start, each.stop)
-        )
-        if (start, stop) == (begin, end):
+        (moved,) = _placed([each], shifted)
+        if (moved.start, moved.stop) == (begin, end):
             # It keeps no more as a segment than by itself.
             continue
-        inner = each.inner
-        if start <= begin < stop:
+        if moved.start <= begin < moved.stop:
             is_within = True
-            inner = expanded(inner, in_tiles)
-        elif inner:
-            inner = _moved(inner, start - each.start)
-        found.append(
-            dataclasses.replace(each, start=start, stop=stop, inner=inner)
-        )
+            inner = expanded(each.inner, in_tiles)
+            moved = dataclasses.replace(moved, inner=inner)
+        found.append(moved)
     if not is_within:
         found.append(in_tiles)
     return tuple(sorted(found, key=lambda each: each.start))
-
-
-def _moved(segments: tuple[Segment, ...], by: int) -> tuple[Segment, ...]:
-    return tuple(
-        dataclasses.replace(
-            each,
-            start=each.start + by,
-            stop=each.stop + by,
-            inner=_moved(each.inner, by),
-        )
-        for each in segments
-    )
 
 
 def _in_tiles(segments: tuple[Segment, ...]) -> list[Segment]:
@@ -173,16 +159,19 @@ def _in_tiles(segments: tuple[Segment, ...]) -> list[Segment]:
     return found
 
 
-def _renumbered(segments, places: list[int]) -> tuple[Segment, ...]:
+def _placed(
+    segments, place: Callable[[int], int], with_tiles: bool = True
+) -> tuple[Segment, ...]:
+    """Segments at other places, with or without those in tiles."""
     return tuple(
-        Segment(
-            places[each.start],
-            places[each.stop],
-            _renumbered(each.inner, places),
-            each.on_host,
+        dataclasses.replace(
+            each,
+            start=place(each.start),
+            stop=place(each.stop),
+            inner=_placed(each.inner, place, with_tiles),
         )
         for each in segments
-        if not each.tiles
+        if with_tiles or not each.tiles
     )
 
 

@@ -55,8 +55,7 @@ def looking() -> Iterator[dict[str, bool | None]]:
     found: dict[str, bool | None] = {}
 
     def call(compute, loss, y_true, y_pred, *args, **kwargs):
-        weights = [*args, *kwargs.values()]
-        is_weighted = any(each is not None for each in weights)
+        is_weighted = any(w is not None for w in (*args, *kwargs.values()))
         found[loss.name] = _compares(loss, y_true, y_pred, is_weighted)
         return compute(loss, y_true, y_pred, *args, **kwargs)
 
@@ -270,41 +269,46 @@ def _at_rest(layers: list) -> patching.Context:
 
 
 def _compares(loss, y_true, y_pred, is_weighted: bool) -> bool | None:
-    compares, given = None, [y_true, y_pred]
+    """Whether a loss compares examples; `None` if it takes no numbers."""
     function = getattr(loss, "fn", loss)
     kinds = {type(loss).__module__, getattr(function, "__module__", "")}
     is_known = {kind.split(".")[0] for kind in kinds} <= _KNOWN
+    told = None
     with tf.init_scope():
-        ways = examples.several(given)
-        for numbers in itertools.islice(ways, 1 if is_known else None):
-            # A loss of one's own may need other numbers, and raise anything.
-            with contextlib.suppress(Exception):
-                together = np.asarray(loss.call(*numbers))
-                if not np.all(np.isfinite(together)):
-                    continue
-                if is_weighted and not together.ndim:
-                    return True  # Keras multiplies it by all of the weights.
-                compares = False
-                for halves in examples.HALVES:
-                    if _is_other(loss, numbers, together, halves):
-                        return True
-    return compares
+        draws = examples.several([y_true, y_pred])
+        for arrays in itertools.islice(draws, 1 if is_known else None):
+            compares = _compares_in(arrays, loss, is_weighted)
+            if compares:
+                return True
+            told = told if compares is None else False
+    return told
 
 
-def _is_other(loss, arrays: list, together: np.ndarray, halves: tuple) -> bool:
-    """Whether what a loss makes of all rows is not that of its halves."""
-    places = np.arange(examples.NUM_ROWS)
-    order = np.argsort(np.concatenate([places[rows] for rows in halves]))
-    parts = [
-        np.asarray(loss.call(*(array[rows] for array in arrays)))
-        for rows in halves
-    ]
-    if together.ndim:
-        apart = np.concatenate(parts)
-        apart = apart[order] if len(apart) == examples.NUM_ROWS else apart
-    else:
-        apart = np.mean(parts)
+def _compares_in(arrays: list, loss, is_weighted: bool) -> bool | None:
+    """Whether a loss compares some examples; `None` if it cannot take them."""
+
+    def value(rows):
+        return np.asarray(loss.call(*(array[rows] for array in arrays)))
+
+    try:
+        together = value(examples.ALL)
+        apart = [list(map(value, halves)) for halves in examples.HALVES]
+    except Exception:
+        # A loss of one's own may need other numbers, and raise anything.
+        return None
+    if not np.all(np.isfinite(together)):
+        return None
+    if is_weighted and not together.ndim:
+        return True  # Keras multiplies it by all of the weights.
     tolerance = _ROUNDING * np.abs(together).max(initial=0)
-    return together.shape != apart.shape or not np.allclose(
-        together, apart, rtol=0, atol=tolerance
-    )
+    for halves, parts in zip(examples.HALVES, apart, strict=True):
+        if together.ndim:
+            whole = np.concatenate([together[rows] for rows in halves])
+            joined = np.concatenate(parts)
+        else:
+            whole, joined = together, np.mean(parts)
+        if whole.shape != joined.shape or not np.allclose(
+            whole, joined, rtol=0, atol=tolerance
+        ):
+            return True
+    return False

@@ -10,7 +10,6 @@ import math
 import string
 from collections.abc import Iterator
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -63,23 +62,25 @@ def labels(specs) -> range:
 
 def several(tensors: list) -> Iterator[list[tf.Tensor]]:
     """Labels and predictions: random ones, and such with marks."""
-    for seed in range(_NUM_DRAWS):
-        yield random(tensors, seed, "float32")
-    yield from marked(random(tensors, dtype="float32"), range(1))
+    draws = [random(tensors, seed, "float32") for seed in range(_NUM_DRAWS)]
+    yield from draws
+    yield from marked(draws[0], range(1))
 
 
 def marked(arrays: list, labels: range) -> Iterator[list[tf.Tensor]]:
-    """Numbers of a batch, of which some labels are a mark.
+    """Numbers of a batch, of which some labels are a mark that they can be.
 
     Args:
         arrays: The numbers.
         labels: Which of them are labels.
     """
     for mark in _MARKS:
-        yield [
-            _marked(array, mark) if place in labels else array
-            for place, array in enumerate(arrays)
-        ]
+        places = [place for place in labels if _may_be(arrays[place], mark)]
+        if places:
+            yield [
+                _marked(array, mark) if place in places else array
+                for place, array in enumerate(arrays)
+            ]
 
 
 def taken(rows: slice, spec, array: tf.Tensor):
@@ -108,15 +109,10 @@ def random(
     # What one does not know of an axis, such as a length, another may.
     axes = itertools.zip_longest(*(tensor.shape[1:] for tensor in tensors))
     usual = [next(filter(None, sizes), _UNKNOWN) for sizes in axes]
-    known = [
-        [
-            NUM_ROWS,
-            *(size or usual[i] for i, size in enumerate(tensor.shape[1:])),
-        ]
-        if tensor.shape.rank != 0
-        else []
-        for tensor in tensors
-    ]
+    known = []
+    for tensor in tensors:
+        sizes = [size or usual[i] for i, size in enumerate(tensor.shape[1:])]
+        known.append([NUM_ROWS, *sizes] if tensor.shape.rank != 0 else [])
     if dtype and max(map(math.prod, known)) > _MANY:
         known = [[min(size, _SMALL) for size in shape] for shape in known]
     rng = np.random.default_rng(seed)
@@ -133,14 +129,14 @@ def random(
     return arrays
 
 
+def _may_be(array: tf.Tensor, mark: float) -> bool:
+    """Whether numbers of an array may be a mark."""
+    is_whole = array.dtype.is_integer and not math.isnan(mark)
+    return bool(array.shape.rank) and (array.dtype.is_floating or is_whole)
+
+
 def _marked(array: tf.Tensor, mark: float) -> tf.Tensor:
-    """Labels of which some are a mark, if they can be."""
-    of_integers = not array.dtype.is_floating
-    if array.dtype in (tf.string, tf.bool) or not array.shape.rank:
-        return array
-    if of_integers and math.isnan(mark):
-        return array
+    """Labels of which some are a mark."""
     share = _MARKED.reshape([-1] + [1] * (array.shape.rank - 1))
-    shape: Any = array.shape.as_list()
-    is_marked = np.random.default_rng(1).uniform(size=shape) < share
+    is_marked = np.random.default_rng(1).uniform(size=np.shape(array)) < share
     return tf.where(is_marked, tf.cast(mark, array.dtype), array)

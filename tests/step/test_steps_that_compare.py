@@ -323,13 +323,17 @@ def test_what_is_no_vocabulary_is_let_be():
         assert_named(Found(look_up, compares), data, compares)
 
 
+class Coding(keras.Model):
+    """Has a layer for what its methods make of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(6)
+
+
 @pytest.mark.parametrize("compares", [True, False])
 def test_a_step_that_is_given_a_number_is_tried(compares):
-    class Weighted(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = layers.Dense(6)
-
+    class Weighted(Coding):
         def train_step(self, data):
             x, y, weight = data
             with tf.GradientTape() as tape:
@@ -346,11 +350,7 @@ def test_a_step_that_is_given_a_number_is_tried(compares):
 
 @pytest.mark.parametrize("compares", [True, False])
 def test_sparse_batches_are_tried(compares):
-    class Centred(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = layers.Dense(6)
-
+    class Centred(Coding):
         def call(self, x):
             x = self.dense(x)
             return x - ops.mean(x, axis=0) if compares else x
