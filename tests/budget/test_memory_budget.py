@@ -837,12 +837,13 @@ def test_the_fewest_micro_batches_are_chosen_among_all_options():
     in_use = kmem.memory.current()
     with kmem.memory.track() as usage:
         model.fit(x, x, **quiet, **half)
-    budget = in_use + int(1.1 * (usage.peak_bytes - in_use))
+    budget = in_use + int(1.25 * (usage.peak_bytes - in_use))
 
+    alone = fit(memory_budget=budget).memory_report.chosen.options
     model = fit(memory_budget=budget, allow="mixed_precision")
 
     chosen = model.memory_report.chosen.options
-    assert chosen.mixed_precision and chosen.num_parts <= 4
+    assert chosen.mixed_precision and chosen.num_parts < alone.num_parts
 
 
 @pytest.mark.parametrize("option", ["remat", "memory_budget"])
