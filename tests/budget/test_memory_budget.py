@@ -281,7 +281,7 @@ def test_what_changes_no_number_is_chosen_first(plain, layer):
     arguments = (0.1,) if layer is layers.Dropout else ()
     expected, model = (_normalizing(layer(*arguments)) for _ in range(2))
     _fit(expected)
-    budget = _budget(needed, 0.9)
+    budget = _budget(needed, 0.75)
 
     _, peaks = _fit(model, memory_budget=budget)
 
