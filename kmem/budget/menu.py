@@ -47,7 +47,6 @@ class Menu:
 
     Attributes:
         room: What a step may take besides what is in memory.
-        remat: The option with which all plans are made.
         most_trials: How many options are going to be tried, at most.
         key: What the model's steps are known by; nothing if only it knows.
     """
@@ -69,7 +68,7 @@ class Menu:
         self._verbose = verbose
         self._spec = spec
         self._num_trials = 0
-        self.remat = Remat(budget=max(budget, 1))
+        self._remat = Remat(budget=max(budget, 1))
         self._batch_size = batches.num_rows(batch) or 1
         # How many replicas the memory is for: logical CPUs share theirs.
         self._sharing = 1
@@ -178,32 +177,39 @@ class Menu:
             *(plan, recording, self._spec),
         )
 
+    def with_plan(self, options: MemoryOptions, count: int) -> MemoryOptions:
+        """The options, with a plan for so many micro-batches."""
+        return with_count(
+            dataclasses.replace(options, remat=self._remat), count
+        )
+
     def drawn(self, options: MemoryOptions, count: int) -> Choice | None:
         """What the best plan for so many micro-batches is expected to take;
         `None` if there is none."""
         point = self.point(options, count)
         if point is None:
             return None
-        given = with_count(
-            dataclasses.replace(options, remat=self.remat), count
-        )
+        given = self.with_plan(options, count)
         peak = self.in_use + self._sharing * point.peak_bytes
         peak += self._more_bytes(options, count)
         return Choice(given, peak, self._pace * count * point.seconds)
 
-    def point(self, options: MemoryOptions, count: int) -> Point | None:
+    def point(
+        self, options: MemoryOptions, count: int, in_tiles: bool = False
+    ) -> Point | None:
         """The fastest plan that is expected to fit; the smallest if that is
         nearly so; `None` if there is none."""
         # One that needs a little more than expected is traced in vain.
         room = int((1 - tuning.MARGIN) * self.room)
         room = (room - self._more_bytes(options, count)) // self._sharing
         try:
-            return self.chooser(options, count).within(room)
+            chooser = self.chooser(options, count)
+            plans = chooser.in_tiles if in_tiles else chooser
+            return plans.within(room)
         except InfeasibleBudget as error:
             nearly = error.smallest_bytes - room
             doubt = tuning.DOUBT * self.room / self._sharing
-            smallest = self.chooser(options, count).smallest
-            return smallest if nearly <= doubt else None
+            return plans.smallest if nearly <= doubt else None
         except NOT_DRAWN:
             return None
 

@@ -31,7 +31,6 @@ from kmem.keras_graph.recording import Recording
 from kmem.options import MemoryOptions
 from kmem.options import Remat
 from kmem.planning.choosing import Chooser
-from kmem.planning.choosing import InTiles
 from kmem.planning.flat import Genetic
 from kmem.planning.network import MEASURED
 from kmem.planning.network import Network
@@ -241,7 +240,7 @@ def make_plan(
     if learned is None:
         network = network_of(model, recording, options, costs, verbose)
         chooser = Chooser(network, remat.solver)
-        learned = Learned(chooser, in_tiles=Learned(InTiles(chooser)))
+        learned = Learned(chooser, in_tiles=Learned(chooser.in_tiles))
     _learned[key] = learned
     while len(_learned) > tuning.MAX_KEPT:
         _learned.pop(next(iter(_learned)))

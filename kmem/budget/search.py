@@ -93,6 +93,7 @@ class Search:
             exact = counts[:1]
         for options in allowed:
             self._fastest(options, exact)
+        self._in_tiles(allowed, exact)
         for options in evicting if self.best is None else []:
             # A model may have no evictions, or leave nothing to evict.
             with contextlib.suppress(ValueError):
@@ -133,6 +134,15 @@ class Search:
                 stacklevel=2,
             )
 
+    def _in_tiles(self, allowed: list, counts: list[int]) -> None:
+        """Tries images in tiles, if nothing else fits."""
+        for options in allowed:
+            if self.best is None:
+                count = self._leanest(options, counts)
+                given = self._menu.with_plan(options, count)
+                self._menu.most_trials += _MAX_PLANS
+                self._keep(self._planned(given, in_tiles=True))
+
     def _differing(self, allowed: list, counts: list[int]) -> None:
         """Tries the fewest micro-batches, whose numbers are others, if nothing
         else fits: what nearly does is known for sure once it was run."""
@@ -144,6 +154,7 @@ class Search:
             if self.best is None:
                 for options in allowed:
                     self._fastest(options, [count])
+        self._in_tiles(allowed, counts)
 
     def _layers_that_differ(self, options: MemoryOptions) -> list:
         """The layers whose numbers are others in micro-batches."""
@@ -207,18 +218,20 @@ class Search:
 
     def _smallest(self, options: MemoryOptions, count: int) -> None:
         """Tries what needs the least: an error tells of it if nothing fits."""
-        ran = {choice.options for choice in self._ran}
-        for remat in (None, self._menu.remat):
-            given = with_count(dataclasses.replace(options, remat=remat), count)
-            may_fit = remat or self._menu.may_fit(options, count)
-            if not may_fit or (remat is None and given in ran):
-                continue
-            try:
-                chooser = self._menu.chooser(options, count)
-                point = chooser.smallest if remat else None
-            except NOT_DRAWN:
-                return
-            self._keep(self._fitting(given, point))
+        menu = self._menu
+        plain = with_count(options, count)
+        planned = menu.with_plan(options, count)
+        ran = {(c.options, c.plan and c.plan.segments) for c in self._ran}
+        try:
+            chooser = menu.chooser(options, count)
+            points = chooser.smallest, chooser.in_tiles.smallest
+        except NOT_DRAWN:
+            return
+        if (plain, None) not in ran and menu.may_fit(options, count):
+            self._keep(self._fitting(plain))
+        for point in dict.fromkeys(points):
+            if (planned, point.segments) not in ran:
+                self._keep(self._fitting(planned, point))
 
     def _unplanned(
         self, options: MemoryOptions, counts: list[int]
@@ -295,13 +308,15 @@ class Search:
             is_tie = min(two) >= (1 - tuning.DOUBT) * max(two)
         return is_larger if is_tie else is_faster
 
-    def _planned(self, options: MemoryOptions) -> Choice | None:
+    def _planned(
+        self, options: MemoryOptions, in_tiles: bool = False
+    ) -> Choice | None:
         """Runs the best plan, and corrects it by what that tells; returns the
         fastest that fits."""
         menu, best = self._menu, None
         tried: set[tuple] = set()
         for _ in range(_MAX_PLANS):
-            point = menu.point(options, options.num_parts)
+            point = menu.point(options, options.num_parts, in_tiles)
             if point is None or point.segments in tried:
                 break
             tried.add(point.segments)

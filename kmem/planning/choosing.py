@@ -150,6 +150,11 @@ class Chooser:
             return self._chain.within(budget_bytes)
         return self._flat(budget_bytes)
 
+    @functools.cached_property
+    def in_tiles(self) -> "InTiles":
+        """The same plans, and those with segments in tiles."""
+        return InTiles(self)
+
     def auto(self) -> flat.Point:
         """The smallest peak whose slowdown is at most `MAX_SLOWDOWN`; of a
         solver that does not trade the two, the smallest peak."""

@@ -230,17 +230,22 @@ def made():
 
 
 def trained(**options):
-    """All weights after three steps, and what the last one needs."""
+    """A model after three steps, and what the last one needs."""
     model, found = made(), peaks.Peaks()
     # All that are ready are one and the same: they take no memory.
     data = tf.data.Dataset.from_tensors((X, Y)).repeat(3)
     model.fit(data, callbacks=[found], verbose=0, shuffle=False, **options)
-    return model.get_weights(), found.found[-1]
+    return model, found.found[-1]
 
 
-def least_budget():
+def check_same(got, want):
+    for a, b in zip(got.get_weights(), want.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+def least_budget(option):
     with pytest.raises(ValueError, match="must be at least") as refused:
-        trained(remat=1000)
+        trained(**{option: 1000})
     return refused.value.smallest_bytes
 
 
@@ -260,8 +265,7 @@ def test_a_step_in_tiles_needs_the_bytes_that_the_plan_says():
     gc.collect()
     held = kmem.memory.current()
     got, peak = trained(remat=plan)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+    check_same(got, want)
     assert most - peak > 2.5 * IMAGE_BYTES
     drawn = plan.simulation.peak_bytes
     assert drawn - IMAGE_BYTES / 2 < peak - held < 1.05 * drawn
@@ -275,21 +279,24 @@ def test_each_tile_runs_each_layer_twice():
     assert forward == 2 * 4 * 3
 
 
-def test_a_budget_that_only_tiles_keep_is_kept():
+@pytest.mark.parametrize("option", ["remat", "memory_budget"])
+def test_a_budget_that_only_tiles_keep_is_kept(option):
     want, _ = trained()
     gc.collect()
     held = kmem.memory.current()
     # What other tests have left may go, and come.
-    budget = least_budget() + IMAGE_BYTES // 2
+    budget = least_budget(option) + IMAGE_BYTES // 2
     least = Chooser(in_tiles(8)[1].network).smallest.peak_bytes
     gc.collect()
     assert budget - held < least - IMAGE_BYTES // 2
-    assert " tiles" in kmem.plan(made(), (X, Y), budget).summary()
-    gc.collect()
-    got, peak = trained(remat=budget)
+    got, peak = trained(**{option: budget})
     assert peak <= budget
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+    if option == "remat":
+        plan = kmem.plan(made(), (X, Y), budget)
+    else:
+        plan = got.memory_report.chosen.plan
+    assert " tiles" in plan.summary()
+    check_same(got, want)
 
 
 def test_a_plan_for_a_frozen_layer_is_refused_once_it_is_not():
