@@ -17,6 +17,7 @@ import re
 import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 import numpy as np
@@ -42,6 +43,7 @@ _ROUNDING, _ROUNDING_OF_16_BITS = 1e-5, 5e-2
 _KNOWN = frozenset({"keras", "keras_hub", "kmem"})
 # Those of `tf.random`, with which Keras draws too.
 _DRAWS = ("normal", "uniform", "truncated_normal")
+_AXES = "axis", "axes"
 _ONE_ROW = "one_row_for_all"
 _FAILED = "which could not be tried on random examples"
 # Operations that are seen to have run.
@@ -51,16 +53,40 @@ _CHANGING = re.compile("Assign|Print|PyFunc|ResourceScatter")
 @contextlib.contextmanager
 def looking() -> Iterator[dict[str, bool | None]]:
     """Tells, for the losses that this thread computes within, by name: whether
-    it compares examples; `None` of one that takes no random numbers."""
+    it compares examples; `None` of one that takes no random numbers, or that
+    is more than its `call`."""
     found: dict[str, bool | None] = {}
+
+    def note(loss, compares: bool | None) -> None:
+        # Several may have one name, and one may have several outputs.
+        verdicts = found.get(loss.name, False), compares
+        found[loss.name] = max(verdicts, key=(False, None, True).index)
 
     def call(compute, loss, y_true, y_pred, *args, **kwargs):
         is_weighted = any(w is not None for w in (*args, *kwargs.values()))
-        found[loss.name] = _compares(loss, y_true, y_pred, is_weighted)
+        note(loss, _compares(loss, y_true, y_pred, is_weighted))
         return compute(loss, y_true, y_pred, *args, **kwargs)
 
-    with patching.method(keras.losses.Loss, "__call__", call):
+    def own_call(compute, loss, *args, **kwargs):
+        note(loss, None)
+        return compute(loss, *args, **kwargs)
+
+    base = keras.losses.Loss
+    changes = [patching.method(base, "__call__", call)]
+    changes += [
+        patching.method(kind, "__call__", own_call)
+        for kind in _with_own_call(base)
+    ]
+    with patching.together(changes):
         yield found
+
+
+def _with_own_call(kind: type) -> Iterator[type]:
+    """The classes below one, other than Keras's, that replace `__call__`."""
+    for each in kind.__subclasses__():
+        if "__call__" in vars(each) and _is_foreign(each):
+            yield each
+        yield from _with_own_call(each)
 
 
 def names(model, loss: Loss, take_step: Callable, specs) -> list[str]:
@@ -106,17 +132,28 @@ class _Told(enum.Enum):
 def _may_mix(model) -> bool:
     """Whether a layer, or an operation between layers, may compute an example
     of the others; batch normalization, which does, is told of by its state."""
-    kinds = {
-        type(each)
+    return any(
+        _is_foreign(type(each))
+        or isinstance(each, keras.layers.Lambda)
+        or not isinstance(each, keras.layers.Layer)
+        # An activation of one's own, say.
+        or any(callable(v) and _is_foreign(v) for v in vars(each).values())
+        or any(_may_be_of_examples(getattr(each, name, ())) for name in _AXES)
         for layer in private_keras.all_layers(model)
         for each in (layer, *getattr(layer, "operations", ()))
-    }
-    return any(
-        kind.__module__.split(".")[0] not in _KNOWN
-        or kind is keras.layers.Lambda
-        or not issubclass(kind, keras.layers.Layer)
-        for kind in kinds
     )
+
+
+def _is_foreign(thing: Any) -> bool:
+    """Whether a class, a function or what can be called is not Keras's."""
+    module = getattr(thing, "__module__", None) or type(thing).__module__
+    return module.split(".")[0] not in _KNOWN
+
+
+def _may_be_of_examples(axes: Any) -> bool:
+    """Whether axes, as a layer has them, may be that of a batch."""
+    axes = axes if isinstance(axes, tuple | list) else [axes]
+    return any(isinstance(a, int) and (a == 0 or a < -1) for a in axes)
 
 
 def warn(names: list[str]) -> None:
@@ -271,8 +308,7 @@ def _at_rest(layers: list) -> patching.Context:
 def _compares(loss, y_true, y_pred, is_weighted: bool) -> bool | None:
     """Whether a loss compares examples; `None` if it takes no numbers."""
     function = getattr(loss, "fn", loss)
-    kinds = {type(loss).__module__, getattr(function, "__module__", "")}
-    is_known = {kind.split(".")[0] for kind in kinds} <= _KNOWN
+    is_known = not (_is_foreign(type(loss)) or _is_foreign(function))
     told = None
     with tf.init_scope():
         draws = examples.several([y_true, y_pred])

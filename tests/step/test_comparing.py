@@ -94,6 +94,34 @@ def test_a_loss_that_compares_examples_is_named(name):
             np.testing.assert_allclose(some, others, rtol=1e-5, atol=1e-6)
 
 
+class OwnCall(keras.losses.MeanSquaredError):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        y_pred = y_pred / keras.ops.max(keras.ops.abs(y_pred))
+        return super().__call__(y_true, y_pred, sample_weight)
+
+
+def of_one_name(function):
+    return lambda y, outputs: function(y, outputs)
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        ["mse", OwnCall(name="own")],
+        [of_one_name(contrastive), of_one_name(means_of_examples)],
+    ],
+    ids=["that replaces __call__", "of the same name"],
+)
+def test_a_loss_that_compares_is_found_beside_another(losses):
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    inputs = keras.Input((4,))
+    outputs = [keras.layers.Dense(4)(inputs) for _ in losses]
+    model = kmem.wrap(keras.Model(inputs, outputs))
+    model.compile("sgd", losses)
+    with pytest.warns(UserWarning, match="Losses that compare the examples"):
+        model.fit(x, [x, x], batch_size=8, verbose=0, microbatches=2)
+
+
 def test_a_mean_that_is_multiplied_by_weights_is_named():
     # By all of them: it does not say whose it is.
     weights = np.linspace(0.5, 2, 8)

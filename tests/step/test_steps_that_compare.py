@@ -255,6 +255,22 @@ def test_a_layer_that_mixes_examples_is_found(name):
         trained(keras.Model(inputs, outputs), X)
 
 
+BY_WHAT_IT_IS_GIVEN = {
+    "activation": lambda: layers.Dense(6, lambda x: x - ops.mean(x, 0)),
+    "axis": lambda: layers.UnitNormalization(axis=0),
+    "axis from the end": lambda: layers.UnitNormalization(axis=-2),
+    "axes": lambda: layers.UnitNormalization(axis=(0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", BY_WHAT_IT_IS_GIVEN)
+def test_a_layer_of_keras_mixes_examples_by_what_it_is_given(name):
+    inputs = keras.Input((6,))
+    x = BY_WHAT_IT_IS_GIVEN[name]()(layers.Dense(6)(inputs))
+    with NAMED:
+        trained(keras.Model(inputs, layers.Dense(6)(x)), X)
+
+
 class Found(keras.Model):
     """Embeds what it looks up, less the mean of all if it compares."""
 
