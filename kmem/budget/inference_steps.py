@@ -123,7 +123,8 @@ class InferenceSteps:
         plain = getattr(model, name)
 
         def take_step(data):
-            results = step(data)
+            with undoing.variables_at_once():
+                results = step(data)
             self.changes.look()
             return results
 

@@ -98,6 +98,12 @@ class Menu:
         own = self.size(options, 1) if batches.can_be_split(self.batch) else 1
         return even_counts(own)
 
+    def is_for_one_size(self, options: MemoryOptions) -> bool:
+        """Whether a layer is made for batches of one size."""
+        whole, half = (self.size(options, count) for count in (1, 2))
+        takes = self._drawing(options).takes
+        return takes(whole) and not takes(half)
+
     def size(self, options: MemoryOptions, count: int) -> int:
         """How many examples a micro-batch has in each process."""
         own = -(-self._batch_size // agreeing.processes(options).size)

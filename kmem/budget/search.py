@@ -84,6 +84,8 @@ class Search:
         # No option changes which process has which examples.
         counts = exact = self._menu.counts(allowed[0])
         differing = []
+        if counts[1:] and self._menu.is_for_one_size(allowed[0]):
+            counts = exact = counts[:1]
         if counts[1:]:
             try:
                 differing = self._layers_that_differ(allowed[0])

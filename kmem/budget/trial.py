@@ -111,13 +111,20 @@ class Drawing:
         while True:
             scaled = self._traced.scaled(size / self._num_rows)
             has_room = peak_lower_bound(scaled.graph) <= self.most_bytes
+            half = -(-size // 2)
             try:
-                if has_room or size == 1:
+                if has_room or half == size or not self.takes(half):
                     return self._network(size, costs, self.verbose), size
             except tf.errors.ResourceExhaustedError:
-                if size == 1:
+                if half == size or not self.takes(half):
                     raise
-            size = -(-size // 2)
+            size = half
+
+    def takes(self, size: int) -> bool:
+        """Whether the model is known to take micro-batches of a size."""
+        with contextlib.suppress(ValueError):
+            return self.recording(size) is not None
+        return False
 
     def _network(self, size: int, costs: Costs, verbose: int) -> Network:
         recording = self.recording(size)

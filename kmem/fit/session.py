@@ -25,6 +25,7 @@ from kmem.fit import mechanisms
 from kmem.fit import requirements
 from kmem.fit.undoing import Changes
 from kmem.fit.undoing import Undoing
+from kmem.fit.undoing import variables_at_once
 from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.keras_graph.recording import Recording
@@ -341,7 +342,7 @@ class Session:
             take = functools.partial(each.take, take)
         made: Any = contextlib.nullcontext()
         if not scales_later(self.model):
-            made = tf.variable_creator_scope(_made_at_once)
+            made = variables_at_once()
         with made:
             # `train_on_batch` in eager mode hands NumPy arrays to the step.
             logs = take(keras.tree.map_structure(batches.as_tensor, data))
@@ -369,15 +370,6 @@ class Session:
         return patching.together(
             each.computing(training) for each in self._mechanisms
         )
-
-
-def _made_at_once(make: Callable, **arguments):
-    """Makes a variable outside of a step, which is traced twice otherwise."""
-    if not callable(arguments["initial_value"]):
-        return make(**arguments)  # The step may have computed it.
-    arguments["experimental_enable_variable_lifting"] = False
-    with tf.init_scope():
-        return make(**arguments)
 
 
 def compiled_state(model) -> tuple:

@@ -132,6 +132,20 @@ def unchanged(variables: list, metrics: list) -> Iterator[State]:
         state.restore()
 
 
+def variables_at_once() -> contextlib.AbstractContextManager[None]:
+    """Within, a step makes its variables outside of its graph, with their
+    values: it is traced twice otherwise, and has none before it ends."""
+    return tf.variable_creator_scope(_make_at_once)
+
+
+def _make_at_once(make: Callable, **arguments):
+    if not callable(arguments["initial_value"]):
+        return make(**arguments)  # The step may have computed it.
+    arguments["experimental_enable_variable_lifting"] = False
+    with tf.init_scope():
+        return make(**arguments)
+
+
 class Changes:
     """What a model's steps change.
 

@@ -435,3 +435,25 @@ def test_a_step_for_batches_of_one_size_is_taken_whole():
         return kmem.wrap(model).fit(x, x, **fit, **options).history
 
     assert logs(memory_budget="1GB") == logs()
+
+
+class NamesOne(keras.Model):
+    """Leaves the compiled metrics to Keras."""
+
+    @property
+    def metrics(self):
+        return super().metrics[:1]
+
+
+def test_metrics_that_a_model_does_not_name_are_the_same():
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+
+    def logs(**options):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        model = NamesOne(inputs, layers.Dense(4)(inputs))
+        model.compile("sgd", "mse", metrics=["mae"])
+        fit = {"batch_size": 8, "validation_data": (x, x), "verbose": 0}
+        return kmem.wrap(model).fit(x, x, **fit, **options).history
+
+    assert logs(memory_budget="1GB") == logs()

@@ -846,6 +846,37 @@ def test_the_fewest_micro_batches_are_chosen_among_all_options():
     assert chosen.mixed_precision and chosen.num_parts < alone.num_parts
 
 
+class Rows(layers.Layer):
+    """For batches of one size alone."""
+
+    def call(self, x):
+        return keras.ops.reshape(keras.ops.tanh(x), (_ROWS, -1, 64))[:, 0]
+
+
+def test_a_model_for_batches_of_one_size_is_not_split():
+    x = np.ones((_ROWS, 64, 64), "float32")
+
+    def fit(**options):
+        keras.utils.set_random_seed(0)
+        blocks = [layers.Dense(64, "tanh") for _ in range(9)]
+        ends = keras.Input((64, 64)), Rows(), layers.Dense(1)
+        model = keras.Sequential([ends[0], *blocks, *ends[1:]])
+        model.compile("sgd", "mse")
+        model = kmem.wrap(model)
+        _, peaks = _fit(model, data=(x, x[:, 0, :1]), **options)
+        return model, max(peaks)
+
+    with pytest.raises(ValueError, match="at least") as refused:
+        fit(memory_budget=1000)
+    least = refused.value.smallest_bytes
+    del refused  # Its traceback holds a model.
+    gc.collect()
+    model, peak = fit(memory_budget=least)
+
+    assert model.memory_report.chosen.options.microbatches is None
+    assert peak <= least
+
+
 @pytest.mark.parametrize("option", ["remat", "memory_budget"])
 def test_a_batch_whose_tensors_differ_in_rows_stays_whole(option):
     """Those of graphs do: a label is of several nodes."""
