@@ -21,7 +21,6 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -33,6 +32,7 @@ from kmem.remat import purity
 from kmem.remat import state
 from kmem.remat.structure import Structure
 from kmem.remat.structure import is_differentiable
+from kmem.remat.structure import untracked
 
 # Fewer operations than this run sooner one by one.
 _LEAST_OPERATIONS = 6
@@ -109,8 +109,8 @@ class CompiledCall:
                 results = function(*args, **kwargs)
         if run.unbuilt or run.raw:
             raise CannotCompile("It reads variables that are not Keras's.")
-        self._layers, losses = run.take_losses()
-        self._results = Structure((results, losses))
+        self._left, left = run.take_left()
+        self._results = Structure((results, left))
         operations = graph.get_operations()
         _check(operations, exact)
         self._variables = [variable for variable, _ in run.entry]
@@ -173,12 +173,10 @@ class CompiledCall:
             ):
                 variables[number].assign(values[place])
         self._record(values, len(tensors))
-        results, losses = self._results.join(
+        results, left = self._results.join(
             [values[place] for place in self._result_places]
         )
-        for layer, loss in zip(self._layers, losses, strict=True):
-            # Not a method that a subclass may have: that was called before.
-            keras.layers.Layer.add_loss(layer, loss)
+        self._left.give(left)
         return results
 
     def _record(self, values: list, num_tensors: int) -> None:
@@ -241,7 +239,7 @@ class _Variables(state.FirstRun):
 
     def add_update(self, update):
         variable, value = update
-        super().add_update((variable, state.untracked(value)))
+        super().add_update((variable, untracked(value)))
         held: Any = tf_variable(variable)
         if held.trainable:
             raise CannotCompile("It assigns what has a gradient.")

@@ -167,7 +167,7 @@ def _of_tensors(call: Call) -> tuple[Callable, list[tf.TensorSpec]]:
         args, kwargs = keras.tree.pack_sequence_as(call.arguments, filled)
         # Assignments of its own, and names that may begin with any sign.
         own = capture.DiscardedState(), tf.name_scope("model")
-        with own[0], own[1], state.restored(call.ambient, []):
+        with own[0], own[1], state.restored(call.ambient):
             outputs = keras.tree.flatten(call.function(*args, **kwargs))
         return [output for output in outputs if tf.is_symbolic_tensor(output)]
 

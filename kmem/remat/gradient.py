@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from kmem.base import private_tf
@@ -22,6 +21,8 @@ from kmem.remat import state
 from kmem.remat import uses
 from kmem.remat.structure import Structure
 from kmem.remat.structure import is_differentiable
+from kmem.remat.structure import summed
+from kmem.remat.structure import untracked
 
 _FIRST, _SECOND = 1, 2
 _running = contextvars.ContextVar("running", default=0)
@@ -166,8 +167,9 @@ class Segment:
         """Traces the function by itself, to look at its operations."""
 
         def trace(*tensors):
-            with state.restored(self._ambient, []):
-                self.first_run(list(tensors))
+            with state.restored(self._ambient):
+                run, _ = self.first_run(list(tensors))
+                run.take_left()[0].put_back()
 
         tensors = self._arguments.tensors
         try:
@@ -188,16 +190,14 @@ class Segment:
             reason = "calls a layer that is not built yet"
             raise purity.not_recomputable(self._fn, reason)
         results = Structure((results, self.take(run)))
-        results, losses = results.join(self._linked(results.tensors))
-        for layer, loss in zip(self._layers, losses, strict=True):
-            # Not a method that a subclass may have: that was called before.
-            keras.layers.Layer.add_loss(layer, loss)
+        results, left = results.join(self._linked(results.tensors))
+        self._left.give(left)
         return results
 
-    def take(self, run: state.FirstRun) -> list[tf.Tensor]:
-        """Takes what the first run read, and gives the losses it added."""
+    def take(self, run: state.FirstRun) -> list:
+        """Takes what the first run read; returns what it left on layers."""
         run.commit()
-        self._layers, losses = run.take_losses()
+        self._left, left = run.take_left()
         self._values = run.entry
         self._trained = [
             (variable, value)
@@ -205,10 +205,10 @@ class Segment:
             if variable.trainable and is_differentiable(value)
         ]
         self._raw = run.raw
-        return losses
+        return left
 
     def first_run(self, tensors):
-        given = list(map(state.untracked, tensors))
+        given = list(map(untracked, tensors))
         args, kwargs = self._arguments.join(given)
         self._scopes = names.Scopes()
         before = len(names.operations())
@@ -222,6 +222,10 @@ class Segment:
         made = names.operations()[before:]
         if effects := purity.effects(made):
             reason = f"contains {', '.join(effects)}"
+            raise purity.not_recomputable(self._fn, reason)
+        known = [*given, *(value for _, value in run.entry)]
+        if purity.reads_others(made, known):
+            reason = "reads a tensor that is no argument, and has a gradient"
             raise purity.not_recomputable(self._fn, reason)
         if self.is_compared:
             self._first, self._given = made, given
@@ -369,7 +373,7 @@ class Segment:
     def _second_run(self, tensors: list, run: state.SecondRun) -> list:
         """The differentiable results, in the order of the first run."""
         args, kwargs = self._arguments.join(tensors)
-        ambient = state.restored(self._ambient, self._layers)
+        ambient = state.restored(self._ambient, self._left)
         repeated = self._scopes.repeated()
         with (
             ordering.unordered(),
@@ -380,8 +384,9 @@ class Segment:
             run,
         ):
             results = self._fn(*args, **kwargs)
-        _, losses = run.take_losses()
-        tensors = Structure((results, losses)).tensors
+            # Before the first run's are put back.
+            _, left = run.take_left(self._left)
+        tensors = Structure((results, left)).tensors
         return list(filter(is_differentiable, tensors))
 
     @contextlib.contextmanager
@@ -390,11 +395,3 @@ class Segment:
             yield
         except state.CannotRepeat as error:
             raise purity.not_recomputable(self._fn, str(error)) from None
-
-
-def summed(gradients: list):
-    """The sum of gradients that may be `None`; a single one as it is."""
-    present = [g for g in gradients if g is not None]
-    if len(present) < 2:
-        return present[0] if present else None
-    return tf.add_n([tf.convert_to_tensor(g) for g in present])

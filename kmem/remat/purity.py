@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from kmem.base import private_tf
+from kmem.remat.structure import is_differentiable
 
 # Stateful for TensorFlow, since they must not be merged or left out, but a
 # second run of them is harmless: reads, messages, and collectives, which all
@@ -44,6 +45,21 @@ def effects(operations: Iterable[tf.Operation]) -> list[str]:
         and not op.type.startswith(_HARMLESS)
     }
     return sorted(descriptions)
+
+
+def reads_others(operations: list[tf.Operation], known: list) -> bool:
+    """Whether they read tensors, other than the known, that were computed
+    before and have a gradient."""
+    made, given = set(map(id, operations)), set(map(id, known))
+    others = [
+        tensor
+        for op in operations
+        for tensor in op.inputs
+        if id(tensor.op) not in made
+        and id(tensor) not in given
+        and is_differentiable(tensor)
+    ]
+    return private_tf.record.should_record_backprop(others)
 
 
 def may_refuse(operations: Iterable[tf.Operation]) -> bool:

@@ -12,6 +12,7 @@ flow through the assignment.
 
 import contextlib
 import copy
+import dataclasses
 import sys
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -20,10 +21,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kmem.base import patching
 from kmem.base import private_keras
 from kmem.base import private_tf
 from kmem.graph import names
 from kmem.remat.structure import is_differentiable
+from kmem.remat.structure import untracked
+
+_NONE = object()
 
 
 class CannotRepeat(BaseException):
@@ -33,13 +38,68 @@ class CannotRepeat(BaseException):
     """
 
 
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """What a function leaves besides its results.
+
+    Attributes:
+        losses: The layers that added one, for each.
+        attributes: Layers, what of theirs has tensors by now, and what that
+            was before.
+    """
+
+    losses: list[keras.layers.Layer]
+    attributes: list[tuple[keras.layers.Layer, str, Any]]
+
+    def give(self, values: list) -> None:
+        """Gives layers their losses, and their attributes' values."""
+        count = len(self.losses)
+        for layer, loss in zip(self.losses, values[:count], strict=True):
+            # Not a method that a subclass may have: that was called before.
+            keras.layers.Layer.add_loss(layer, loss)
+        for own, value in zip(self.attributes, values[count:], strict=True):
+            setattr(*own[:2], value)
+
+    def put_back(self) -> None:
+        """Gives layers the attributes that they had before."""
+        for layer, name, before in self.attributes:
+            if before is not _NONE:
+                setattr(layer, name, before)
+            elif hasattr(layer, name):
+                delattr(layer, name)
+
+
 class _Scope(keras.StatelessScope):
-    """Collects losses, with the layers that added them."""
+    """Collects what layers leave."""
 
     def __init__(self):
         super().__init__(collect_losses=True)
         self._layer_of: dict[int, keras.layers.Layer] = {}
+        # By the `id` of a layer and a name: both, and the first value.
+        self._before: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        # By the same, tensors.
+        self._attributes: dict[tuple[int, str], Any] = {}
         self._graph = names.current_graph()
+        kind = keras.layers.Layer
+        self._noting = patching.method(kind, "__setattr__", self._set)
+
+    def __enter__(self):
+        self._noting.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *args, **kwargs):
+        self._noting.__exit__(None, None, None)
+        return super().__exit__(*args, **kwargs)
+
+    def _set(self, assign, layer, name: str, value) -> None:
+        key, before = (id(layer), name), vars(layer).get(name, _NONE)
+        assign(layer, name, value)
+        self._attributes.pop(key, None)
+        leaves = keras.tree.flatten(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
+        if any(map(is_differentiable, tensors)):
+            self._before.setdefault(key, (layer, name, before))
+            self._attributes[key] = value
 
     def add_loss(self, loss):
         super().add_loss(loss)
@@ -47,13 +107,16 @@ class _Scope(keras.StatelessScope):
         # test_remat.py fails if that changes.
         self._layer_of[id(loss)] = sys._getframe(1).f_locals["self"]
 
-    def take_losses(self) -> tuple[list[keras.layers.Layer], list[tf.Tensor]]:
-        """The losses, and the layers they belong to."""
-        layers = [self._layer_of[id(loss)] for loss in self.losses]
-        for layer, loss in zip(layers, self.losses, strict=True):
+    def take_left(self, first: Left | None = None) -> tuple[Left, list]:
+        """What layers have now, or the same as in a first run; the values."""
+        losses = [self._layer_of[id(loss)] for loss in self.losses]
+        for layer, loss in zip(losses, self.losses, strict=True):
             # Else a later tensor with this `id` would pass for the layer's.
             private_keras.forget_loss(layer, loss)
-        return layers, self.losses
+        attributes = [self._before[key] for key in self._attributes]
+        attributes = first.attributes if first else attributes
+        values = [self._attributes.get((id(a), b)) for a, b, _ in attributes]
+        return Left(losses, attributes), [*self.losses, *values]
 
     def _check_read(self, variable) -> None:
         if names.function_within(self._graph) is not None:
@@ -259,11 +322,6 @@ def seeds(values: list[tuple]) -> list[tf.Tensor]:
     return [value for _, value in values if not is_differentiable(value)]
 
 
-def untracked(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor as a constant, to every tape."""
-    return tf.stop_gradient(tensor) if is_differentiable(tensor) else tensor
-
-
 def ambient() -> dict[str, Any]:
     """What is around the layer that is being called, as it is now."""
     values = private_keras.around_call().items()
@@ -277,23 +335,30 @@ def ambient_key() -> tuple:
 
 
 @contextlib.contextmanager
-def restored(values: dict[str, Any], layers: list) -> Iterator[None]:
+def restored(
+    values: dict[str, Any], left: Left | None = None
+) -> Iterator[None]:
     """Calls layers again as they were called before.
 
     Args:
         values: What `ambient` gave.
-        layers: Layers that have losses, which a new call would clear.
+        left: What layers have, which a new call would clear, or set anew.
     """
     before = private_keras.around_call()
-    losses = [private_keras.own_losses(layer)[:] for layer in layers]
+    left = left or Left([], [])
+    losses = [private_keras.own_losses(layer)[:] for layer in left.losses]
+    attributes = [getattr(*own[:2]) for own in left.attributes]
+    left.put_back()
     given = {name: copy.copy(value) for name, value in values.items()}
     private_keras.set_around_call(given)
     try:
         yield
     finally:
         private_keras.set_around_call(before)
-        for layer, own in zip(layers, losses, strict=True):
+        for layer, own in zip(left.losses, losses, strict=True):
             private_keras.own_losses(layer)[:] = own
+        for own, value in zip(left.attributes, attributes, strict=True):
+            setattr(*own[:2], value)
 
 
 def _substitute(tensor: tf.Tensor) -> tf.Tensor:

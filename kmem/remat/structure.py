@@ -56,3 +56,16 @@ class Structure:
 
 def is_differentiable(tensor: tf.Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_complex
+
+
+def summed(gradients: list):
+    """The sum of gradients that may be `None`; a single one as it is."""
+    present = [g for g in gradients if g is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    return tf.add_n([tf.convert_to_tensor(g) for g in present])
+
+
+def untracked(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor as a constant, to every tape."""
+    return tf.stop_gradient(tensor) if is_differentiable(tensor) else tensor

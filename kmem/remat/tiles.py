@@ -21,6 +21,7 @@ from kmem.graph import control
 from kmem.planning.network import Tile
 from kmem.remat import gradient
 from kmem.remat.structure import Structure
+from kmem.remat.structure import summed
 
 
 def tiled(fn: Callable, tiles: Sequence[Tile]) -> Callable:
@@ -98,7 +99,7 @@ class _Tiled(_Part):
             )
             of_pieces.append(of_piece)
             both = zip(sums or [None] * len(of_values), of_values, strict=True)
-            sums = [gradient.summed(list(pair)) for pair in both]
+            sums = [summed(list(pair)) for pair in both]
             before = [g for g in sums if g is not None] or [of_piece]
         if any(piece is None for piece in of_pieces):
             return [None, *sums]
@@ -140,5 +141,5 @@ def _joined(pieces: list, tiles: Sequence[Tile]):
             for piece, tile in zip(pieces, tiles, strict=True)
             if tile.start <= start and stop <= tile.stop
         ]
-        bands.append(gradient.summed(shares))
+        bands.append(summed(shares))
     return tf.concat(bands, axis=1)

@@ -761,3 +761,66 @@ def test_nothing_stays_a_variable_that_is_none():
 
     assert len(values) == 2
     assert not any(hasattr(value, "handle") for value in values)
+
+
+class Remembers(layers.Layer):
+    """Leaves tensors that it computes on itself, and on a layer within."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4, "tanh")
+        self.first = None
+
+    def call(self, x):
+        y = self.dense(x)
+        self.dense.scores = {"all": [y * y, self.name]}
+        if self.first is None:
+            self.first = tf.exp(y)
+        self.last = y[0, 0]
+        self.last = None
+        return y + 1
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_that_layers_leave_on_themselves_have_a_gradient(mode, nested):
+    def found(wrap):
+        keras.utils.set_random_seed(0)
+        block, dense = Remembers(), layers.Dense(4)
+        for layer in (block.dense, dense):
+            layer.build((None, 4))
+        inner = wrap(block) if nested else block
+
+        def step(x):
+            block.first = None
+            with tf.GradientTape() as tape:
+                y = wrap(lambda x: dense(inner(x)))(x)
+                (scores, _), first = block.dense.scores["all"], block.first
+                loss = loss_of(y) + loss_of(scores) + loss_of(first)
+            weights = block.trainable_weights + dense.trainable_weights
+            gradients = tape.gradient(loss, weights)
+            assert block.dense.scores["all"][0] is scores
+            assert block.first is first and block.last is None
+            return gradients
+
+        return in_mode(step, mode)(tf.ones((3, 4)))
+
+    assert_same(found(remat.recompute), found(plain), mode)
+
+
+def test_a_tensor_that_is_no_argument_and_has_a_gradient_is_refused():
+    first, second = layers.Dense(4), layers.Dense(4)
+    for layer in (first, second):
+        layer.build((None, 4))
+
+    def step(x, keep):
+        with tf.GradientTape() as tape:
+            other = keep(first(x))
+            y = remat.recompute(lambda x: second(x) * other)(x)
+        return tape.gradient(y, second.kernel.value)
+
+    x = tf.ones((2, 4))
+    step = in_mode(step, "graph")
+    step(x, tf.stop_gradient)
+    with pytest.raises(ValueError, match="no argument, and has a gradient"):
+        step(x, tf.identity)
