@@ -184,6 +184,12 @@ def _added_in_order(
     return sums[::-1]
 
 
+_OF_EQUAL_ROWS = (
+    "A batch can be split only if all of its tensors have the same number of "
+    "rows."
+)
+
+
 def slice_rows(data: Any, start, size) -> Any:
     """Some rows of a batch."""
 
@@ -212,15 +218,24 @@ def num_rows(data: Any, adds_up: bool = True) -> tf.Tensor:
 
     Raises:
         ValueError: If its tensors are known to differ in them, and it adds up.
+        tf.errors.InvalidArgumentError: If that is seen when the step runs.
     """
     leaves = [x for x in batches.leaves(data) if x.shape.rank != 0]
-    sizes = {leaf.shape[0] for leaf in leaves} - {None}
-    if adds_up and len(sizes) > 1:
-        raise ValueError(
-            "A batch can be split only if all of its tensors have the same "
-            f"number of rows. Received: rows={sorted(sizes)}"
-        )
-    return tf.shape(leaves[0], out_type=tf.int32)[0]
+    sizes = {leaf.shape[0] for leaf in leaves}
+    if adds_up and len(sizes - {None}) > 1:
+        received = sorted(sizes - {None})
+        raise ValueError(f"{_OF_EQUAL_ROWS} Received: rows={received}")
+    counts = [tf.shape(leaf, out_type=tf.int32)[0] for leaf in leaves]
+    rows = counts[0]
+    if not adds_up or None not in sizes or len(counts) == 1:
+        return rows
+    more = tf.reduce_max(counts) - tf.reduce_min(counts)
+    if private_tf.in_xla():
+        # It leaves assertions out, and compiles for shapes that it knows.
+        return tf.size(tf.reshape(tf.range(rows + more), [rows]))
+    received = [_OF_EQUAL_ROWS, "Received: rows=", tf.stack(counts)]
+    with tf.control_dependencies([tf.debugging.Assert(more == 0, received)]):
+        return tf.identity(rows)
 
 
 def spec_of_parts(data: Any) -> Any:

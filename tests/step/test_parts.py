@@ -90,3 +90,18 @@ def test_a_loop_adds_up_what_a_call_would(traced, jit_compile):
     x = tf.range(10.0)
 
     assert float(total(x)[0]) == float(tf.reduce_sum(x**2))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_seen_to_differ_in_rows_when_it_runs_is_refused(compiled):
+    unknown = tf.TensorSpec((None,))
+
+    @tf.function(input_signature=[unknown, unknown], jit_compile=compiled)
+    def rows(x, y):
+        return Parts((x, y), 2).rows
+
+    assert rows(tf.ones(8), tf.ones(8)) == 8
+    message = "with 9 values|the same number of rows"
+    for x, y in ((8, 9), (9, 8)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            rows(tf.ones(x), tf.ones(y))
