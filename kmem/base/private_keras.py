@@ -202,6 +202,22 @@ def set_mask(tensor: Any, mask: Any) -> None:
 CLIP = "_clip_gradients"
 # Whether a weight decays, by its name and shape. The same tests.
 USE_WEIGHT_DECAY = "_use_weight_decay"
+def optimizer_config(optimizer) -> dict[str, Any]:
+    """What another optimizer like this one is made from. A schedule stays as it
+    is: one of a user's own may have no configuration.
+    budget/test_planner.py"""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    held: Any = optimizer if inner is None else inner
+    rate = held._learning_rate
+    with patching.attribute(held, "_learning_rate", None):
+        config = optimizer.get_config()
+    if isinstance(rate, keras.Variable):
+        rate = float(rate.numpy())
+    own = config if inner is None else config["inner_optimizer"]["config"]
+    own["learning_rate"] = rate
+    return config
+
+
 # What optimizers find a variable's own ones by. The same tests, and
 # optimizers/test_adamw8bit.py.
 INDEX = "_get_variable_index"

@@ -124,7 +124,7 @@ def beside_layers(model: Any) -> str:
     # Around it there may be a loss scale.
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     kinds = [type(each).__name__ for each in (model.optimizer, optimizer)]
-    config = optimizer.get_config()
+    config = private_keras.optimizer_config(optimizer)
     for name in ("name", "learning_rate"):
         config.pop(name, None)
     for each in private_keras.asked_metrics(model):

@@ -168,7 +168,7 @@ class Step:
 
     def _trace(self) -> None:
         model, optimizer = self._model, self._model.optimizer
-        config = optimizer.get_config()
+        config = private_keras.optimizer_config(optimizer)
         specs = batches.with_rows(self._batch, self._traced_rows)
         leaves = batches.leaves(specs)
         # A few numbers; what is first made in a graph is gone with it.

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from kmem import precision
+from kmem.base import private_keras
 from kmem.base.checks import must_be
 from kmem.base.sizes import format_size
 from kmem.multilevel import updates
@@ -270,7 +271,8 @@ def _fresh(level: Level) -> list[tuple[Any, Any]]:
     entries are equal, so that no graph has to hold them.
     """
     optimizer = getattr(level.optimizer, "inner_optimizer", level.optimizer)
-    new = type(optimizer).from_config(optimizer.get_config())
+    config = private_keras.optimizer_config(optimizer)
+    new = type(optimizer).from_config(config)
     new.build(level.variables)
     pairs = zip(optimizer.variables, new.variables, strict=True)
     values = [(v, n.numpy()) for v, n in pairs if v.name != "learning_rate"]

@@ -288,7 +288,7 @@ def _slots(optimizer, weights: list) -> list[keras.Variable]:
     """An optimizer's variables; of one that is not built, some like them."""
     if optimizer.built:
         return optimizer.variables
-    config = optimizer.get_config()
+    config = private_keras.optimizer_config(optimizer)
     # Where they have no memory.
     with tf.Graph().as_default():
         alike = []

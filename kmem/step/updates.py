@@ -66,7 +66,8 @@ def squares_rows(optimizer) -> bool:
 
     def updated(gradient) -> float:
         variable = keras.Variable([[1.0]], name="row")
-        config = inner.get_config() | {"learning_rate": 0.5}
+        config = private_keras.optimizer_config(inner)
+        config["learning_rate"] = 0.5
         type(inner).from_config(config).apply([gradient], [variable])
         return float(variable.numpy()[0, 0])
 
