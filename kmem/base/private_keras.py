@@ -202,6 +202,8 @@ def set_mask(tensor: Any, mask: Any) -> None:
 CLIP = "_clip_gradients"
 # Whether a weight decays, by its name and shape. The same tests.
 USE_WEIGHT_DECAY = "_use_weight_decay"
+
+
 def optimizer_config(optimizer) -> dict[str, Any]:
     """What another optimizer like this one is made from. A schedule stays as it
     is: one of a user's own may have no configuration.

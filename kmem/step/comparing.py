@@ -42,7 +42,7 @@ _ROUNDING, _ROUNDING_OF_16_BITS = 1e-5, 5e-2
 # Whose layers compute every example by itself, but for normalization.
 _KNOWN = frozenset({"keras", "keras_hub", "kmem"})
 # Those of `tf.random`, with which Keras draws too.
-_DRAWS = ("normal", "uniform", "truncated_normal")
+_DRAWS = ("normal", "uniform", "truncated_normal", "gamma", "binomial")
 _AXES = "axis", "axes"
 _ONE_ROW = "one_row_for_all"
 _FAILED = "which could not be tried on random examples"
@@ -108,14 +108,14 @@ def names(model, loss: Loss, take_step: Callable, specs) -> list[str]:
     layers = private_keras.all_layers(model)
     # What differs by itself in training rests, or all if that tells nothing.
     resting = list(filter(private_keras.own_state, layers)), layers
-    told = _Told.NOT_TRIED
+    told = _Told.FAILED
     vocabularies = list(examples.vocabularies(layers, batches.leaves(specs)))
     for at_rest in resting:
         for vocabulary in vocabularies:
             told = _tell(model, loss, take_step, specs, at_rest, vocabulary)
             if told is not _Told.FAILED:
                 break
-        if told in (_Told.SAME, _Told.ANOTHER):
+        if told is not _Told.FAILED:
             break
     if told is _Told.FAILED:
         return [f"perhaps the loss of {model.name}, {_FAILED}"]
@@ -124,9 +124,9 @@ def names(model, loss: Loss, take_step: Callable, specs) -> list[str]:
 
 class _Told(enum.Enum):
     """What a trial tells of a batch's loss beside that of its parts; one that
-    may be seen, by what it leaves or takes, is not made."""
+    may be seen, by what it leaves or takes, fails before it is made."""
 
-    SAME, ANOTHER, FAILED, NOT_TRIED = range(4)
+    SAME, ANOTHER, FAILED = range(3)
 
 
 def _may_mix(model) -> bool:
@@ -236,20 +236,22 @@ def _tell(
         # Not within `init_scope`, which stops all tapes.
         trace = trace.get_concrete_function(number, totals, *given)
         if _leaves_traces(trace.graph):
-            return _Told.NOT_TRIED
+            return _Told.FAILED
         with tf.init_scope():
             arrays = examples.random(given, **vocabulary)
             told = tell(arrays, examples.HALVES)
             if told is not _Told.SAME:
                 return told
-            for marked in examples.marked(arrays, examples.labels(specs)):
+            labels = examples.labels(specs)
+            for others in itertools.chain(
+                examples.scaled(arrays, labels, layers),
+                examples.marked(arrays, labels),
+            ):
                 # Of numbers that mean nothing to it, a step may say no.
                 with contextlib.suppress(Exception):
-                    if tell(marked, examples.HALVES[:1]) is _Told.ANOTHER:
+                    if tell(others, examples.HALVES[:1]) is _Told.ANOTHER:
                         return _Told.ANOTHER
             return told
-    except tf.errors.ResourceExhaustedError:
-        return _Told.NOT_TRIED
     except Exception:
         # A step of one's own may need other numbers, and raise anything.
         return _Told.FAILED
@@ -286,6 +288,11 @@ def _at_rest(layers: list) -> patching.Context:
             row = random((1, *sizes[1:]), *args, **kwargs)
             return tf.repeat(row, sizes[0], axis=0)
 
+    def drop(dropout, x, rate, seed, rng_alg="auto_select", noise_shape=None):
+        sizes = tf.shape(x) if noise_shape is None else noise_shape
+        with tf.name_scope(_ONE_ROW):
+            return dropout(x, rate, seed, rng_alg, [1, *tf.unstack(sizes)[1:]])
+
     seeds = itertools.count()
 
     def seeded(name, _, shape, *args, seed=None, **kwargs):
@@ -300,7 +307,10 @@ def _at_rest(layers: list) -> patching.Context:
         for name in _DRAWS:
             yield patching.method(tf.random, f"stateless_{name}", draw)
             replacement = functools.partial(seeded, name)
-            yield patching.method(tf.random, name, replacement)
+            if hasattr(tf.random, name):
+                yield patching.method(tf.random, name, replacement)
+        dropping = tf.nn.experimental
+        yield patching.method(dropping, "stateless_dropout", drop)
 
     return patching.together(changes())
 

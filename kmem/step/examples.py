@@ -11,6 +11,7 @@ import string
 from collections.abc import Iterator
 from collections.abc import Sequence
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -65,6 +66,29 @@ def several(tensors: list) -> Iterator[list[tf.Tensor]]:
     draws = [random(tensors, seed, "float32") for seed in range(_NUM_DRAWS)]
     yield from draws
     yield from marked(draws[0], range(1))
+
+
+def scaled(
+    arrays: list, labels: range, layers: list
+) -> Iterator[list[tf.Tensor]]:
+    """Numbers of a batch, those of features as large as layers take them that
+    scale: to these, smaller ones are all alike."""
+    sizes = set()
+    for layer in layers:
+        if isinstance(layer, keras.layers.Rescaling):
+            sizes.add(1 / np.max(np.abs(layer.scale)))
+        elif isinstance(layer, keras.layers.Normalization):
+            # One that is not adapted yet has no numbers.
+            with contextlib.suppress(TypeError, ValueError):
+                spread = np.abs(layer.mean) + np.sqrt(layer.variance)
+                sizes.add(float(np.max(spread)))
+    for size in sorted(sizes):
+        yield [
+            array * tf.cast(size, array.dtype)
+            if array.dtype.is_floating and place not in labels
+            else array
+            for place, array in enumerate(arrays)
+        ]
 
 
 def marked(arrays: list, labels: range) -> Iterator[list[tf.Tensor]]:
