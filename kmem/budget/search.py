@@ -89,7 +89,8 @@ class Search:
         if counts[1:]:
             try:
                 differing = self._layers_that_differ(allowed[0])
-            except capture.CannotSplit:
+            except (capture.CannotSplit, TypeError):
+                # A step of one's own may need a known number of rows.
                 counts = exact = counts[:1]
         if differing and not self._may_differ:
             exact = counts[:1]

@@ -159,8 +159,8 @@ class Trial:
         key: What the model's steps are known by, if others' are alike.
         plan: What the step recomputes, if it does.
         recording: What the plan was made from.
-        spec: What `fit`'s graph knows of its batches. A step by a plan with a
-            whole batch is traced for it, and needs not be traced again.
+        spec: What `fit`'s graph knows of its batches. A step with a whole
+            batch is traced for it, and needs not be traced again.
 
     Attributes:
         plan: As given.
@@ -263,7 +263,9 @@ class Trial:
                 recording=self._recording,
             )
             any_size = batches.with_rows(self._batch, None)
-            is_whole = self.plan and self.rows(size) == self._num_rows
+            # Other numbers of micro-batches may run in the same trace.
+            is_whole = self.plan or self._parts == 1
+            is_whole = is_whole and self.rows(size) == self._num_rows
             spec = self._spec if is_whole else any_size
             self._step = self.session.on_batch(spec)
         specs = batches.with_rows(self._batch, self.rows(size))
