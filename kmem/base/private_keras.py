@@ -205,18 +205,15 @@ USE_WEIGHT_DECAY = "_use_weight_decay"
 
 
 def optimizer_config(optimizer) -> dict[str, Any]:
-    """What another optimizer like this one is made from. A schedule stays as it
-    is: one of a user's own may have no configuration.
-    budget/test_planner.py"""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    held: Any = optimizer if inner is None else inner
+    """What another optimizer like this one is made from. A schedule stays: one
+    of a user's own may have no configuration. budget/test_traces.py"""
+    held: Any = getattr(optimizer, "inner_optimizer", optimizer)
     rate = held._learning_rate
     with patching.attribute(held, "_learning_rate", None):
         config = optimizer.get_config()
-    if isinstance(rate, keras.Variable):
-        rate = float(rate.numpy())
-    own = config if inner is None else config["inner_optimizer"]["config"]
-    own["learning_rate"] = rate
+    is_number = isinstance(rate, keras.Variable)
+    own = config if held is optimizer else config["inner_optimizer"]["config"]
+    own["learning_rate"] = float(rate.numpy()) if is_number else rate
     return config
 
 

@@ -85,7 +85,7 @@ def _plain_weights(num_fits):
     return weights
 
 
-@pytest.mark.parametrize("name", ["remat", "memory_budget"])
+@pytest.mark.parametrize("name", ["remat", "memory_budget", "what fits"])
 # With a remainder Keras's graph knows no number of rows.
 @pytest.mark.parametrize("rows", [2 * _ROWS, 2 * _ROWS - 8])
 @pytest.mark.parametrize(
@@ -118,11 +118,54 @@ def test_a_fit_trains_as_was_traced_for_its_choice(
     options: dict = {"remat": "auto"}
     if name == "memory_budget":
         options = {**_options(name), "microbatches": 1}
+    elif name == "what fits":
+        options = {"memory_budget": "1GB"}
 
     _fit(model, rows, callbacks, dtype, **options)
 
     assert traces() == count
-    assert model.memory_report is None or model.memory_report.chosen.plan
+    planned = model.memory_report and model.memory_report.chosen.plan
+    assert (planned is None) == (name != "memory_budget")
+
+
+class OfKnownRows(keras.Model):
+    """Asks for the number of rows as Python has it."""
+
+    def train_step(self, data):
+        assert isinstance(data[0].shape[0], int)
+        return super().train_step(data)
+
+
+class Warming(keras.optimizers.schedules.LearningRateSchedule):
+    """Has no configuration."""
+
+    def __call__(self, step):
+        return 0.1 * keras.ops.minimum(keras.ops.cast(step, "float32"), 1.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_budget": "1GB"},
+        {"remat": "auto"},
+        {"remat": "auto", "mixed_precision": "float16"},
+    ],
+)
+def test_a_step_of_known_rows_and_a_schedule_of_its_own_are_planned(options):
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    data = tf.data.Dataset.from_tensors((x, x[:, :1])).repeat(2)
+
+    def weights(**options):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        model = OfKnownRows(inputs, layers.Dense(1)(layers.Dense(4)(inputs)))
+        model.compile(keras.optimizers.SGD(Warming()), "mse")
+        kmem.wrap(model).fit(data, shuffle=False, verbose=0, **options)
+        return model.get_weights()
+
+    tolerance = 2e-3 if "mixed_precision" in options else 1e-6
+    for got, want in zip(weights(**options), weights(), strict=True):
+        np.testing.assert_allclose(got, want, atol=tolerance)
 
 
 def test_a_step_takes_no_more_than_was_predicted():
