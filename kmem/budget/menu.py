@@ -28,6 +28,7 @@ from kmem.planning.flat import Point
 from kmem.planning.plan import Plan
 from kmem.sharding import agreeing
 from kmem.step import batches
+from kmem.step import comparing
 
 # Why layers tell nothing: a model cannot be recorded, or one of its layers has
 # no room by itself.
@@ -100,6 +101,8 @@ class Menu:
 
     def is_for_one_size(self, options: MemoryOptions) -> bool:
         """Whether a layer is made for batches of one size."""
+        if not comparing.may_mix(self.model):
+            return False  # Keras's own take batches of any size.
         whole, half = (self.size(options, count) for count in (1, 2))
         takes = self._drawing(options).takes
         return takes(whole) and not takes(half)

@@ -97,7 +97,9 @@ class _Scope(keras.StatelessScope):
         self._attributes.pop(key, None)
         leaves = keras.tree.flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
-        if any(map(is_differentiable, tensors)):
+        # Those of loops, and constants that are made outside, stay there.
+        here = [getattr(t, "graph", None) is self._graph for t in tensors]
+        if all(here) and any(map(is_differentiable, tensors)):
             self._before.setdefault(key, (layer, name, before))
             self._attributes[key] = value
 

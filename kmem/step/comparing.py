@@ -98,7 +98,7 @@ def names(model, loss: Loss, take_step: Callable, specs) -> list[str]:
         take_step: Takes a batch as far as its loss; returns the `Update`.
         specs: A batch of any number of rows, as `tf.TypeSpec`s.
     """
-    is_known = loss.only_terms and not loss.may_compare and not _may_mix(model)
+    is_known = loss.only_terms and not loss.may_compare and not may_mix(model)
     if loss.comparing or is_known:
         return loss.comparing
     # A trace would leave symbolic tensors with what was made to run eagerly.
@@ -129,7 +129,7 @@ class _Told(enum.Enum):
     SAME, ANOTHER, FAILED = range(3)
 
 
-def _may_mix(model) -> bool:
+def may_mix(model) -> bool:
     """Whether a layer, or an operation between layers, may compute an example
     of the others; batch normalization, which does, is told of by its state."""
     return any(

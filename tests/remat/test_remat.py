@@ -776,9 +776,17 @@ class Remembers(layers.Layer):
         self.dense.scores = {"all": [y * y, self.name]}
         if self.first is None:
             self.first = tf.exp(y)
+            with tf.init_scope():
+                self.constant = tf.ones(4)
         self.last = y[0, 0]
         self.last = None
-        return y + 1
+        self.looped = [None]
+        tf.while_loop(lambda i, _: i < 2, self.add, (0, y))
+        return y + self.constant
+
+    def add(self, i, y):
+        self.looped = [y, i]
+        return i + 1, y + 1.0
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -801,6 +809,7 @@ def test_tensors_that_layers_leave_on_themselves_have_a_gradient(mode, nested):
             gradients = tape.gradient(loss, weights)
             assert block.dense.scores["all"][0] is scores
             assert block.first is first and block.last is None
+            assert len(block.looped) == 2
             return gradients
 
         return in_mode(step, mode)(tf.ones((3, 4)))
