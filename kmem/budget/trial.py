@@ -191,8 +191,11 @@ class Trial:
         self._options = options
         self.plan = plan
         self._recording = recording
-        # `train_on_batch` traces a step for the batch that it is given.
-        self._spec = batch if spec is None else spec
+        # `train_on_batch` traces a step for the batch that it is given; and a
+        # data set may have an `Optional`, of which a batch has nothing.
+        leaves = batches.leaves(batches.without_absent(spec))
+        is_alike = len(leaves) == len(batches.leaves(batch))
+        self._spec = spec if is_alike else batch
         self._drawing = drawing
         self._group = agreeing.processes(options)
         rest = dataclasses.replace(options, remat=None)

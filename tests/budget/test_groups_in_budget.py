@@ -117,6 +117,8 @@ def test_a_group_goes_on_when_a_larger_batch_needs_other_options():
     assert max(peaks) <= budget
 
 
+# The layer that fails calls Python, which is not called to try the loss.
+@pytest.mark.filterwarnings("ignore:Losses that compare the examples")
 def test_a_group_goes_on_after_a_step_that_ran_out_of_memory():
     group = {"gradient_accumulation_steps": 3}
     want, _ = failing.trained([], **group)
