@@ -9,10 +9,10 @@ own, attention with a bias, and scores that are asked for. They stay as they
 are.
 """
 
-import contextlib
 import dataclasses
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +33,7 @@ _OWN = tuple(
         keras.layers.GroupQueryAttention,
     )
 )
+_warned: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +61,17 @@ def draws_nothing(model: keras.Model) -> bool:
 
 
 class ChunkedAttention(Mechanism):
-    """Changes how attention is computed."""
+    """Changes how attention is computed.
+
+    Attributes:
+        has_effect: Whether it has, in what was traced.
+    """
 
     kinds = ("train", "test")
 
     def __init__(self, model: keras.Model):
         self._model = model
-        self._num_calls = 0
+        self.has_effect = False
 
     def computing(self, training: bool) -> patching.Context:
         return patching.together(self._changes())
@@ -87,13 +92,10 @@ class ChunkedAttention(Mechanism):
         yield patching.method(
             private_keras.backend_nn, "dot_product_attention", self._calling
         )
-        yield self._checking_calls()
 
-    @contextlib.contextmanager
-    def _checking_calls(self) -> Iterator[None]:
-        """Warns when a block ends without an error, and without a call."""
-        yield
-        if not self._num_calls:
+    def warn(self) -> None:
+        if not self.has_effect and self._model not in _warned:
+            _warned.add(self._model)
             names = [
                 f"{layer.name} ({type(layer).__name__})"
                 for layer in private_keras.all_layers(self._model)
@@ -165,7 +167,7 @@ class ChunkedAttention(Mechanism):
             parts = mask.parts
         else:
             parts = () if mask is None else (tf.cast(mask, tf.bool),)
-        self._num_calls += 1
+        self.has_effect = True
         dropout, seed = private_keras.attention_dropout(layer), None
         if training and dropout.rate > 0:
             seed = tf.cast(dropout.seed_generator.next(), tf.int32)
@@ -201,7 +203,7 @@ class ChunkedAttention(Mechanism):
                 *(*tensors, bias, mask, scale, is_causal),
                 *(flash_attention, attn_logits_soft_cap),
             )
-        self._num_calls += 1
+        self.has_effect = True
         dtype = keras.backend.result_type(*(x.dtype for x in tensors))
         tensors = [tf.cast(each, dtype) for each in tensors]
         if scale is None:

@@ -121,7 +121,7 @@ def choose(
         # Between operators, which a graph does not let it do.
         evicting = dataclasses.replace(given, dtr=DTR(max(room, 1)))
         search.run(
-            _allowed(model, given, options.allow),
+            _allowed(model, given, options.allow, batch),
             [evicting] if model.run_eagerly and given.sharding is None else [],
         )
     best = search.best
@@ -159,11 +159,13 @@ def choose(
     return session, report
 
 
-def _allowed(model, given: MemoryOptions, allow: tuple[str, ...]) -> list:
+def _allowed(
+    model, given: MemoryOptions, allow: tuple[str, ...], batch: Any
+) -> list:
     """The options to hold, and others that may be chosen."""
     allowed = [given]
     # First, as it may be faster than a step without: others are run less.
-    if (chunked := with_chunks(model, given)) != given:
+    if (chunked := with_chunks(model, given, batch)) != given:
         allowed.insert(0, chunked)
     if refusals.can_be_offloaded(model, given):
         there = Sharding(cpu_offload=True)

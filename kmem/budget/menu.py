@@ -178,7 +178,7 @@ class Menu:
         drawing, recording = self._drawing(options), None
         if plan is not None:
             if plan.mode == "xla":
-                control.order_for_plans()
+                control.prefer_little_memory()
             size = self.size(options, options.num_parts)
             recording = drawing.recording(size)
         return Trial(

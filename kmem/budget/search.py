@@ -24,6 +24,7 @@ from kmem.budget.trial import Trial
 from kmem.budget.trial import longest_in_turns
 from kmem.budget.trial import with_count
 from kmem.fit.session import Session
+from kmem.graph import control
 from kmem.options import MemoryOptions
 from kmem.planning.flat import Point
 from kmem.step import batches
@@ -57,6 +58,9 @@ class Search:
 
     def session(self, best: Choice) -> Session:
         """What takes the best step."""
+        if best.plan is not None and best.plan.mode == "xla":
+            # Warns, as does a plan that was asked for.
+            control.order_for_plans()
         session = self._ran[best][0].session
         if session is not None and session.options == best.options:
             return session

@@ -105,7 +105,7 @@ class Drawing:
         """The layers, and the micro-batch in which they were measured: the
         largest in which each has room by itself."""
         if profiling.mode(self.model, self.options) == "xla":
-            control.order_for_plans()
+            control.prefer_little_memory()
         costs: Costs = "measured" if memory.is_counted() else "flops"
         size = self._num_rows
         while True:

@@ -6,6 +6,7 @@ and its update. `planned`, `Mixed` and `Evicting` change what is computed
 within. Not here: sharding (`kmem/sharding/training`) and the undo of a step.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -76,9 +77,6 @@ class WholeStep(Mechanism):
     def go_on(self, group: list) -> None:
         """Goes on with a group of batches that another step has begun."""
 
-    def warn_of_parts(self) -> None:
-        """Says which layers see one micro-batch at a time, if any do."""
-
 
 class SplitStep(WholeStep):
     """The gradient of a batch, then one update of one or several batches."""
@@ -116,7 +114,7 @@ class SplitStep(WholeStep):
             collect = self._updater.collect if alone else lambda batch: None
             self._compute = _compiled(self._gradient, collect)
         self.layers_that_differ = self._gradient.layers_that_differ
-        self.warn_of_parts = self._gradient.warn_of_parts
+        self.warn = self._gradient.warn_of_parts
         self.start = self._updater.start
         self.end_group = self._updater.flush
         self.unfinished = self._updater.unfinished
@@ -173,13 +171,26 @@ def in_chunks(model: keras.Model, options: MemoryOptions) -> list[Mechanism]:
     return [mechanism(model) for mechanism in asked if asked[mechanism]]
 
 
-def with_chunks(model: keras.Model, options: MemoryOptions) -> MemoryOptions:
+def with_chunks(
+    model: keras.Model, options: MemoryOptions, batch: Any
+) -> MemoryOptions:
     """The options, and in chunks what changes by rounding alone then."""
     loss = options.chunked_loss or _has_more_logits(model)
-    attention = options.chunked_attention or draws_nothing(model)
+    attention = options.chunked_attention or _attends(model, options, batch)
     return dataclasses.replace(
         options, chunked_loss=loss or None, chunked_attention=attention or None
     )
+
+
+def _attends(model: keras.Model, options: MemoryOptions, batch: Any) -> bool:
+    """Whether chunks change attention, by rounding alone."""
+    if not draws_nothing(model):
+        return False
+    attention = ChunkedAttention(model)
+    with contextlib.suppress(ValueError), as_in_a_step(model, options):
+        with attention.computing(True):
+            profiling.record_batch(model, batch)
+    return attention.has_effect
 
 
 def _has_more_logits(model: keras.Model) -> bool:
@@ -249,6 +260,9 @@ class Mixed(Mechanism):
 
     def stop(self, failed: bool = False) -> None:
         precision.remember_scale(self.optimizer)
+
+    def warn(self) -> None:
+        precision.warn(self._model)
 
     def computing(self, training: bool) -> Context:
         return precision.applied(self._model, self._option)

@@ -189,7 +189,13 @@ class Session:
         if self._undoing is not None:
             self._undoing.is_on = True
         if self.is_traced:
-            self.step.warn_of_parts()
+            self.warn()
+
+    def warn(self, of_parts: bool = True) -> None:
+        """Says what a user should know, if asked also of parts of batches."""
+        for each in self._mechanisms:
+            if of_parts or each is not self.step:
+                each.warn()
 
     def install(self, test_step: bool = True, guard: bool = False) -> None:
         """Gives the model functions that train, and test, under the options.
@@ -348,8 +354,8 @@ class Session:
             logs = take(keras.tree.map_structure(batches.as_tensor, data))
         releasing.forget_gradients()
         self.changes.look()
-        if self._is_users and not self.is_traced:
-            self.step.warn_of_parts()
+        if self._is_users:
+            self.warn(of_parts=not self.is_traced)
         self.is_traced = True
         return keras.tree.map_structure(_as_value, logs)
 
@@ -364,7 +370,10 @@ class Session:
 
     def _evaluate(self, kind: str, data):
         with self._computing(training=False):
-            return self._steps[kind](data)
+            results = self._steps[kind](data)
+        if self._is_users:
+            self.warn(of_parts=False)
+        return results
 
     def _computing(self, training: bool) -> patching.Context:
         return patching.together(

@@ -6,6 +6,7 @@ What this module does not do: order levels, or pass gradients between them.
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 from typing import Literal
 
@@ -304,15 +305,19 @@ class Level(Derivatives):
         norm = self.norm(gradients)
         return tf.clip_by_global_norm(gradients, self.clipnorm, norm)[0]
 
-    def _mixed(self, model: keras.Model):
-        """The context in which a model computes in what the level wants."""
+    @contextlib.contextmanager
+    def _mixed(self, model: keras.Model) -> Iterator[None]:
+        """Within, a model computes in what the level wants."""
         option = self.options.mixed_precision
         if option is None:
-            return contextlib.nullcontext()
+            yield
+            return
         # A name is that of a layer in one of the models.
         elsewhere = {
             layer.name for other in self.models for layer in all_layers(other)
         } - {layer.name for layer in all_layers(model)}
         exclude = [name for name in option.exclude if name not in elsewhere]
         option = dataclasses.replace(option, exclude=tuple(exclude))
-        return precision.applied(model, option)
+        with precision.applied(model, option):
+            yield
+        precision.warn(model)

@@ -5,6 +5,7 @@ keeps ids exact and names the layers whose own code is in the way, and
 `loss_scale` keeps small float16 gradients from becoming zero.
 """
 
+from kmem.precision.guards import warn as warn
 from kmem.precision.loss_scale import around as around
 from kmem.precision.loss_scale import loss_scaled as loss_scaled
 from kmem.precision.loss_scale import none_remembered as none_remembered

@@ -43,7 +43,9 @@ _COMPUTE = frozenset(
 # memory: Keras holds a layer's arguments while the layer runs.
 _ROUNDED_FROM = "_kmem_rounded_from"
 
-_warned: "weakref.WeakSet[keras.layers.Layer]" = weakref.WeakSet()
+# What is to be said of layers, or nothing where it was said.
+_promoting: "weakref.WeakKeyDictionary[keras.layers.Layer, str]"
+_promoting = weakref.WeakKeyDictionary()
 _thread = threading.local()
 
 
@@ -94,7 +96,7 @@ def guarded(layer, name: str, option, left_out: bool):
                 ) from error
             raise
         if is_custom and layer.compute_dtype in _SIXTEEN_BITS:
-            _warn_if_promoted(layer, option, (args, kwargs), outputs)
+            _note_if_promoted(layer, option, (args, kwargs), outputs)
         return outputs
 
     return guarded_call
@@ -154,24 +156,30 @@ def _rounded_ids(layer, tensor):
     )
 
 
-def _warn_if_promoted(layer, option, inputs, outputs):
+def _note_if_promoted(layer, option, inputs, outputs):
     if not _sixteen_bit_tensors(inputs):
         return
     if not any(t.dtype == tf.float32 for t in _float_tensors(outputs)):
         return
     # Perhaps by a layer inside that was left out, or has been named.
     for inner in all_layers(layer):
-        if inner in _warned or inner.compute_dtype == "float32":
+        if inner in _promoting or inner.compute_dtype == "float32":
             return
-    _warned.add(layer)
-    warnings.warn(
+    _promoting[layer] = (
         f"Layer '{layer.name}' computes in float32 although its inputs are "
         f"{option.dtype}: `tf.matmul` and others promote to the dtype of a "
         "float32 constant. Cast its constants with "
         "`tf.cast(constant, x.dtype)` or, if this is meant, say so with "
-        f"`{_leave_out(layer, option)}`.",
-        stacklevel=2,
+        f"`{_leave_out(layer, option)}`."
     )
+
+
+def warn(model: keras.Model) -> None:
+    """Says, once, which layers of a model compute in float32 all the same."""
+    for layer in all_layers(model):
+        if text := _promoting.get(layer):
+            _promoting[layer] = ""
+            warnings.warn(text, stacklevel=2)
 
 
 def _scale_as_called(layer):

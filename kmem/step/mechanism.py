@@ -49,6 +49,10 @@ class Mechanism:
         """Around the Python of a forward pass, and of the backward pass."""
         return contextlib.nullcontext()
 
+    def warn(self) -> None:
+        """Says, once, what a user who trains so should know, as far as the
+        steps that were traced tell."""
+
     def updating(self) -> Context:
         """Around the Python of an update."""
         return contextlib.nullcontext()

@@ -237,8 +237,11 @@ def test_scores_are_computed_once_and_once_again(monkeypatch):
 def test_scores_that_are_asked_for_stay_plain():
     want = trained(attending("causal", scores=True), {})
     name = r"multi_head_attention\w* \(MultiHeadAttention\)"
-    with pytest.warns(UserWarning, match=f"had no effect.*with {name}"):
-        trained(attending("causal", scores=True), {}, chunked_attention=True)
+    for given in ({}, {"memory_budget": "8GB"}):
+        options = {"chunked_attention": True, **given}
+        with pytest.warns(UserWarning, match=f"effect.*with {name}") as caught:
+            trained(attending("causal", scores=True), {}, **options)
+        assert len(caught) == 1
     model = attending("causal", scores=True)
     other = keras.layers.MultiHeadAttention(2, 4)
     outputs = model.outputs[0] + 0 * other(model.outputs[0], model.outputs[0])

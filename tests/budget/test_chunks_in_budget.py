@@ -24,9 +24,9 @@ def _language_model():
     return model, loss, tokens, (tokens + 1) % 4000
 
 
-def _attention(dropout=0.0):
+def _attention(dropout=0.0, kind=layers.MultiHeadAttention):
     inputs = keras.Input((_NUM_TOKENS, 16))
-    attention = layers.MultiHeadAttention(4, 4, dropout=dropout)
+    attention = kind(4, 4, dropout=dropout)
     model = keras.Model(inputs, attention(inputs, inputs))
     x = np.random.default_rng(0).normal(size=(1, _NUM_TOKENS, 16))
     return model, "mse", x.astype("float32"), x.astype("float32")
@@ -95,10 +95,26 @@ def test_logits_that_a_step_looks_at_are_there():
     assert model.memory_report.chosen.options.num_parts > 1
 
 
-def test_attention_that_drops_scores_is_not_drawn_anew():
-    model, x, y = _made(lambda: _attention(dropout=0.1))
+class Asks(layers.Layer):
+    """Asks for scores, so that they have to be there."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+        self.inner = layers.MultiHeadAttention(*args, **kwargs)
+
+    def call(self, query, value):
+        return self.inner(query, value, return_attention_scores=True)[0]
+
+
+@pytest.mark.parametrize(
+    "kind, rate", [(layers.MultiHeadAttention, 0.1), (Asks, 0.0)]
+)
+def test_scores_that_are_drawn_or_asked_for_do_not_come_in_chunks(kind, rate):
+    model, x, y = _made(lambda: _attention(rate, kind))
     budget = _half(model, x, y)
     model.memory_options = kmem.MemoryOptions(memory_budget=budget)
 
-    with pytest.raises(ValueError, match="must be at least"):
+    # No warning is an error here: nobody has asked for chunks.
+    with pytest.raises(ValueError, match="must be at least") as error:
         model.train_on_batch(x, y)
+    assert "chunked" not in str(error.value)
