@@ -110,7 +110,9 @@ class CompiledCall:
         if run.unbuilt or run.raw:
             raise CannotCompile("It reads variables that are not Keras's.")
         self._left, left = run.take_left()
-        self._results = Structure((results, left))
+        # A layer may take a mask from an argument, for those that come later.
+        everything = results, left, args, kwargs
+        self._results = Structure(everything, whole=True)
         operations = graph.get_operations()
         _check(operations, exact)
         self._variables = [variable for variable, _ in run.entry]
@@ -173,7 +175,7 @@ class CompiledCall:
             ):
                 variables[number].assign(values[place])
         self._record(values, len(tensors))
-        results, left = self._results.join(
+        results, left, *_ = self._results.join(
             [values[place] for place in self._result_places]
         )
         self._left.give(left)

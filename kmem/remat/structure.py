@@ -1,7 +1,9 @@
 """Takes the tensors out of what a function is given or returns.
 
 A tensor's Keras mask is an attribute of the Python object, which operations
-do not hand on: masks are taken out and put back as tensors of their own.
+do not hand on: masks are taken out and put back as tensors of their own. So
+are, of what a function returns, other attributes: Keras's cross-entropies look
+there for what a softmax was made from.
 """
 
 from collections.abc import Callable
@@ -17,17 +19,29 @@ _COMPOSITE = (tf.RaggedTensor, tf.SparseTensor)
 class Structure:
     """Anything nested, with its tensors in a list.
 
+    Args:
+        nested: What it is.
+        whole: Whether tensors have all their attributes, or masks alone.
+
     Attributes:
-        tensors: The tensors, of composite tensors their parts, and the masks.
+        tensors: The tensors, of composite tensors their parts, and what is
+            put on tensors.
     """
 
-    def __init__(self, nested: Any):
+    def __init__(self, nested: Any, whole: bool = False):
         self.tensors: list = []
-        self._nested = tf.nest.map_structure(self._take, nested)
+        self._whole = whole
+        self._put = self._take_all(nested)
 
     def join(self, tensors: list) -> Any:
         """The same structure around other tensors."""
-        return tf.nest.map_structure(lambda put: put(tensors), self._nested)
+        return self._put(tensors)
+
+    def _take_all(self, nested) -> Callable[[list], Any]:
+        puts = tf.nest.map_structure(self._take, nested)
+        return lambda tensors: tf.nest.map_structure(
+            lambda put: put(tensors), puts
+        )
 
     def _take(self, leaf) -> Callable[[list], Any]:
         start = len(self.tensors)
@@ -41,15 +55,15 @@ class Structure:
         if not isinstance(leaf, tf.Tensor | tf.TensorSpec):
             return lambda tensors: leaf
         self.tensors.append(leaf)
-        mask = private_keras.mask_of(leaf)
-        if not isinstance(mask, tf.Tensor):
+        own = private_keras.put_on(leaf, masks_alone=not self._whole)
+        if not own:
             return lambda tensors: tensors[start]
-        self.tensors.append(mask)
+        own = {name: self._take_all(value) for name, value in own.items()}
 
         def put(tensors):
-            tensor = tensors[start]
-            private_keras.set_mask(tensor, tensors[start + 1])
-            return tensor
+            for name, give in own.items():
+                setattr(tensors[start], name, give(tensors))
+            return tensors[start]
 
         return put
 

@@ -369,17 +369,61 @@ def test_an_attribute_that_changes_between_steps_counts_at_once():
         assert (share_dropped > 0.25) == (rate > 0)
 
 
-def test_masks_are_handed_on():
-    ids = np.array([[1, 2, 0, 0], [3, 1, 2, 0]])
+class Masked(keras.Model):
+    """Reads a tensor from which attention takes the mask."""
 
-    def make():
-        inputs = keras.Input((4,), dtype="int32")
-        x = layers.Embedding(4, 8, mask_zero=True)(inputs)
-        x = layers.LayerNormalization()(x)
-        x = layers.MultiHeadAttention(2, 4)(x, x)
-        return keras.Model(inputs, layers.GRU(3)(x))
+    def __init__(self):
+        super().__init__()
+        self.embedding = layers.Embedding(4, 8, mask_zero=True)
+        self.normalization = layers.LayerNormalization()
+        self.attention = layers.MultiHeadAttention(2, 4)
+        self.end = layers.GlobalAveragePooling1D()
 
-    check_same(make, ids)
+    def call(self, ids):
+        x = self.normalization(self.embedding(ids))
+        return self.end(self.attention(x, x)) + self.end(x)
+
+
+class Compares(layers.Layer):
+    """Its cross-entropy reads what the probabilities were made from."""
+
+    def call(self, x):
+        targets = tf.one_hot([[1, 1], [0, 2]], 3)
+        return keras.ops.categorical_crossentropy(targets, x)
+
+
+class Softmax(layers.Layer):
+    """The user's own: a result that is made from another."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3, activation="softmax")
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.dense(100 * tf.tanh(x))
+
+
+@pytest.mark.parametrize(
+    "make, x, named",
+    [
+        (Masked, np.array([[1, 2, 0, 0], [3, 1, 2, 0]]), ()),
+        (
+            sequential(lambda: layers.Softmax(1), Compares),
+            99 * rows(2, 2, 3),
+            (),
+        ),
+        (sequential(Softmax, Compares), rows(2, 2, 3), (Softmax,)),
+        (sequential(Softmax, Compares), rows(2, 2, 3), (Softmax, Compares)),
+    ],
+)
+def test_what_is_put_on_tensors_is_handed_on(make, x, named, compiled):
+    check_same(make, x, compile=named or "layers")
+
+    assert compiled
 
 
 @pytest.mark.parametrize(
