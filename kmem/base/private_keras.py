@@ -20,6 +20,7 @@ from keras.src.backend.tensorflow import trainer
 # their mean by the number of replicas.
 # step/test_loss_terms.py, multilevel/test_multilevel_mirrored.py
 from keras.src.losses import loss as loss
+from keras.src.random import seed_generator
 from keras.src.trainers.data_adapters import array_slicing
 
 from kmem.base import patching
@@ -85,6 +86,14 @@ def own_weights(layer: keras.layers.Layer) -> list[keras.Variable]:
 def own_state(layer: keras.layers.Layer) -> list:
     """A layer's own statistics and seeds. step/test_steps_that_compare.py"""
     return layer._non_trainable_variables + layer._seed_generators
+
+
+def global_seeds() -> list[keras.random.SeedGenerator]:
+    """What `keras.random` draws with where it is given none, once it has.
+    dtr/test_dtr_fit.py"""
+    name = seed_generator.GLOBAL_SEED_GENERATOR
+    found = global_state.get_global_attribute(name)
+    return [] if found is None else [found]
 
 
 def own_losses(layer: keras.layers.Layer) -> list:

@@ -71,6 +71,20 @@ is_custom_device = eager_context.is_custom_device
 global_seed = eager_context.global_seed
 
 
+def state_of_draws() -> Any:
+    """What `tf.random` makes the seeds of its next operators from in eager
+    mode; `None` if they have none. dtr/test_dtr_fit.py"""
+    return context()._rng.getstate() if global_seed() is not None else None
+
+
+def restore_draws(state: Any) -> None:
+    """Gives back `state_of_draws`."""
+    if state not in (None, state_of_draws()):
+        context()._rng.setstate(state)
+        # With the same seeds operators go on from where they were.
+        context().clear_kernel_cache()
+
+
 def has_started() -> bool:
     """Whether there was an operation. sharding/test_sharding_engine.py"""
     return context()._context_handle is not None

@@ -288,6 +288,7 @@ class Evicting(Mechanism):
         repeats: bool,
     ):
         self._device = DeviceSession(option)
+        self._has_threshold = bool(option.eviction_threshold)
         self._changes = changes
         self._repeats = repeats
         self._chooses = option.heuristic == AUTO
@@ -311,6 +312,8 @@ class Evicting(Mechanism):
                 break
             gc.collect()
             before.restore()
+        if not self._has_threshold:
+            raise tf.errors.ResourceExhaustedError(None, None, message)
         self._changes.build()
         raise with_least_threshold(
             self._device.limit_bytes,

@@ -68,7 +68,8 @@ class Reader:
 
 class State:
     """What steps change, as it is now, kept outside of the device: variables,
-    or what reads them, and metrics that may make variables of their own."""
+    or what reads them, metrics that may make variables of their own, and what
+    `tf.random` has drawn."""
 
     def __init__(self, variables: list | Reader, metrics: list):
         if isinstance(variables, Reader):
@@ -77,15 +78,25 @@ class State:
             values = ((v, v.numpy()) for v in variables)
         self._values = list(values)
         self._metrics = metrics
+        self._draws = private_tf.state_of_draws()
 
     def add(self, variables: list) -> None:
         """Adds variables that the graph which is being made will change."""
         with tf.init_scope():
             self._values += [(v, v.numpy()) for v in variables]
 
+    def make(self, make: Callable, **arguments):
+        """Makes a variable, to which its initial value is given back: such as
+        an optimizer's, which may be assigned before the step fails."""
+        variable = make(**arguments)
+        if tf.executing_eagerly() and not tf.distribute.has_strategy():
+            self._values.append((variable, variable.numpy()))
+        return variable
+
     def restore(self) -> None:
         """Gives it back. That takes memory as well, which may be short for a
         moment."""
+        private_tf.restore_draws(self._draws)
         for _ in range(_RESTORE_ATTEMPTS - 1):
             try:
                 return self._restore()
@@ -200,9 +211,13 @@ class Changes:
         ):
             yield
 
-    def keeping(self, state: State):
-        """A context in which a state has all that a traced step changes."""
-        return patching.member(self, "_states", [*self._states, state])
+    def keeping(self, state: State) -> patching.Context:
+        """A context in which a state has all that a traced step changes, and
+        what a step makes."""
+        states = patching.member(self, "_states", [*self._states, state])
+        return patching.together(
+            [states, tf.variable_creator_scope(state.make)]
+        )
 
     def look(self) -> None:
         """Looks into the graph of a step for variables that the model does not

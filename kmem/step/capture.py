@@ -231,8 +231,8 @@ def changed_variables(model, optimizer) -> list:
     owners = [model, optimizer, *optimizers(model), *metrics]
     variables = {id(v): v for each in owners for v in each.variables}
     # Some are not among `variables`, such as the states of recurrent layers.
-    for each in _held(model):
-        if isinstance(each, tf.random.Generator):
+    for each in [*_held(model), *private_keras.global_seeds()]:
+        if isinstance(each, tf.random.Generator | keras.random.SeedGenerator):
             each = each.state
         if isinstance(each, keras.Variable | tf.Variable):
             variables[id(each)] = each

@@ -1,6 +1,7 @@
 """`fit(dtr=...)`: Keras's numbers, in less memory."""
 
 import gc
+import itertools
 from typing import Any
 
 import keras
@@ -10,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 import kmem
+from kmem.dtr.device import DeviceSession
 from kmem.dtr.feasible import with_least_threshold
 
 pytestmark = [
@@ -477,3 +479,55 @@ def test_a_step_that_fails_leaves_weights_and_optimizer_as_they_were(
             for got, want in zip(state(), before, strict=True):
                 np.testing.assert_array_equal(got, want)
     assert num_failed > 2
+
+
+class TwoOptimizers(keras.Model):
+    """Draws noise, and runs out of memory between its updates."""
+
+    num_steps = 0
+    fails_at = 0
+
+    def train_step(self, data):
+        self.num_steps += 1
+        x, y = data
+        x += tf.random.normal(tf.shape(x)) + keras.random.normal(tf.shape(x))
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        weights = self.trainable_weights
+        pairs = [*zip(tape.gradient(loss, weights), weights, strict=True)]
+        self.optimizer.apply_gradients(pairs[:2])
+        if self.num_steps == self.fails_at:
+            raise tf.errors.ResourceExhaustedError(None, None, "No room.")
+        self.other.apply_gradients(pairs[2:])
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_step_that_is_taken_again_has_its_numbers(fails_at, monkeypatch):
+    """The first one has made the optimizers' variables by then."""
+    x, y = data((8,))
+
+    def train(fails_at, **options):
+        keras.utils.clear_session()  # The state of `keras.random`.
+        keras.utils.set_random_seed(5)
+        inputs = keras.Input((8,))
+        outputs = layers.Dense(1)(layers.Dense(16, "tanh")(inputs))
+        model = kmem.wrap(TwoOptimizers(inputs, outputs))
+        model.other = keras.optimizers.Adam(1e-2)
+        model.compile(keras.optimizers.Adam(1e-2), "mse", run_eagerly=True)
+        model.fails_at = fails_at
+        history = model.fit(x, y, batch_size=32, verbose=0, **options)
+        changed = [model, model.optimizer, model.other]
+        values = [v.numpy() for each in changed for v in each.variables]
+        return history.history, values
+
+    want = train(0)
+    for dtr in (True, "1GB"):
+        # There is no other heuristic that would do.
+        with pytest.raises(tf.errors.ResourceExhaustedError, match="No room"):
+            train(fails_at, dtr=dtr)
+    names = map(str, itertools.count())
+    monkeypatch.setattr(
+        DeviceSession, "heuristic", property(lambda _: next(names))
+    )
+    check_same(train(fails_at, dtr=True), want)
