@@ -191,28 +191,19 @@ def begin_at(model: Any, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-# What Keras puts on tensors. remat/test_remat.py, dtr/test_dtr_blocks.py
+# A tensor's mask. remat/test_remat.py, dtr/test_dtr_blocks.py
 
-_MASK = "_keras_mask"
+MASK = "_keras_mask"
 
 
 def mask_of(tensor: Any) -> Any:
     """The mask that Keras has put on a tensor, or `None`."""
-    return getattr(tensor, _MASK, None)
+    return getattr(tensor, MASK, None)
 
 
 def set_mask(tensor: Any, mask: Any) -> None:
     """Puts a mask on a tensor."""
-    setattr(tensor, _MASK, mask)
-
-
-def put_on(tensor: Any, masks_alone: bool = False) -> dict[str, Any]:
-    """What Python code has put on a tensor, by the attributes' names: of
-    Keras's the mask, and what a softmax or a sigmoid was made from."""
-    if not masks_alone:
-        return dict(vars(tensor))
-    mask = mask_of(tensor)
-    return {} if mask is None else {_MASK: mask}
+    setattr(tensor, MASK, mask)
 
 
 # Optimizers.

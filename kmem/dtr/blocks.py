@@ -191,8 +191,8 @@ def _key(value, exact: bool) -> Any:
     `exact`, their sizes; `None` if a function cannot be traced for them."""
     if isinstance(value, tf.Tensor):
         mask = private_keras.mask_of(value)
-        own = private_keras.put_on(value).values()
-        if exact and sum(each is not None for each in own) > (mask is not None):
+        num_on = sum(each is not None for each in vars(value).values())
+        if exact and num_on > (mask is not None):
             return None  # The user's Python may read what else is put on it.
         shape = tuple(value.shape) if exact else value.shape.rank
         return value.dtype, shape, mask is not None and _key(mask, exact)

@@ -189,7 +189,7 @@ class Segment:
         if run.unbuilt:
             reason = "calls a layer that is not built yet"
             raise purity.not_recomputable(self._fn, reason)
-        results = Structure((results, self.take(run)))
+        results = Structure((results, self.take(run)), whole=True)
         results, left = results.join(self._linked(results.tensors))
         self._left.give(left)
         return results
@@ -386,7 +386,7 @@ class Segment:
             results = self._fn(*args, **kwargs)
             # Before the first run's are put back.
             _, left = run.take_left(self._left)
-        tensors = Structure((results, left)).tensors
+        tensors = Structure((results, left), whole=True).tensors
         return list(filter(is_differentiable, tensors))
 
     @contextlib.contextmanager

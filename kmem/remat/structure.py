@@ -26,16 +26,13 @@ class Structure:
     Attributes:
         tensors: The tensors, of composite tensors their parts, and what is
             put on tensors.
+        join: Gives the same structure around other tensors.
     """
 
     def __init__(self, nested: Any, whole: bool = False):
         self.tensors: list = []
         self._whole = whole
-        self._put = self._take_all(nested)
-
-    def join(self, tensors: list) -> Any:
-        """The same structure around other tensors."""
-        return self._put(tensors)
+        self.join = self._take_all(nested)
 
     def _take_all(self, nested) -> Callable[[list], Any]:
         puts = tf.nest.map_structure(self._take, nested)
@@ -55,13 +52,17 @@ class Structure:
         if not isinstance(leaf, tf.Tensor | tf.TensorSpec):
             return lambda tensors: leaf
         self.tensors.append(leaf)
-        own = private_keras.put_on(leaf, masks_alone=not self._whole)
-        if not own:
-            return lambda tensors: tensors[start]
-        own = {name: self._take_all(value) for name, value in own.items()}
+        mask = private_keras.mask_of(leaf)
+        own = {} if mask is None else {private_keras.MASK: mask}
+        own = vars(leaf) if self._whole else own
+        gives = {
+            name: self._take_all(value)
+            for name, value in own.items()
+            if value is not leaf  # As of what stands for a variable.
+        }
 
         def put(tensors):
-            for name, give in own.items():
+            for name, give in gives.items():
                 setattr(tensors[start], name, give(tensors))
             return tensors[start]
 

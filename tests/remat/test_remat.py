@@ -401,6 +401,26 @@ def test_masks_go_in_and_come_out(mode):
     assert seen == [True, True]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cross_entropy_reads_what_a_softmax_was_made_from(mode):
+    x = 99 * tf.random.stateless_normal((2, 3), [0, 1])
+    softmax = layers.Activation("softmax")
+
+    def found(call):
+        def step(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = call(x)
+                loss = keras.ops.categorical_crossentropy([[0, 1, 0]] * 2, y)
+            return loss, tape.gradient(loss, x)
+
+        return in_mode(step, mode)(x)
+
+    pairs = zip(found(remat.recompute(softmax)), found(softmax), strict=True)
+    for got, want in pairs:
+        np.testing.assert_array_equal(got, want)
+
+
 def test_a_frozen_layer_is_not_differentiated():
     layer = layers.Dense(4)
     layer.build((None, 4))
