@@ -213,21 +213,8 @@ def set_mask(tensor: Any, mask: Any) -> None:
 CLIP = "_clip_gradients"
 # Whether a weight decays, by its name and shape. The same tests.
 USE_WEIGHT_DECAY = "_use_weight_decay"
-
-
-def optimizer_config(optimizer) -> dict[str, Any]:
-    """What another optimizer like this one is made from. A schedule stays: one
-    of a user's own may have no configuration. budget/test_traces.py"""
-    held: Any = getattr(optimizer, "inner_optimizer", optimizer)
-    rate = held._learning_rate
-    with patching.attribute(held, "_learning_rate", None):
-        config = optimizer.get_config()
-    is_number = isinstance(rate, keras.Variable)
-    own = config if held is optimizer else config["inner_optimizer"]["config"]
-    own["learning_rate"] = float(rate.numpy()) if is_number else rate
-    return config
-
-
+# A learning rate, which may be a schedule. budget/test_traces.py
+LEARNING_RATE = "_learning_rate"
 # What optimizers find a variable's own ones by. The same tests, and
 # optimizers/test_adamw8bit.py.
 INDEX = "_get_variable_index"

@@ -25,6 +25,7 @@ from kmem.options import MemoryOptions
 from kmem.sharding import agreeing
 from kmem.sharding.engine import Engine
 from kmem.step import batches
+from kmem.step.capture import optimizer_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,7 @@ def beside_layers(model: Any) -> str:
     # Around it there may be a loss scale.
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     kinds = [type(each).__name__ for each in (model.optimizer, optimizer)]
-    config = private_keras.optimizer_config(optimizer)
+    config = optimizer_config(optimizer)
     for name in ("name", "learning_rate"):
         config.pop(name, None)
     for each in private_keras.asked_metrics(model):

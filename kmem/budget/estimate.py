@@ -31,6 +31,7 @@ from kmem.planning.timeline import TensorAtPeak
 from kmem.planning.timeline import Timeline
 from kmem.planning.timeline import figure
 from kmem.step import batches
+from kmem.step.capture import optimizer_config
 from kmem.step.capture import optimizers
 
 # Batch sizes to trace with: prime, so that few dimensions are multiples.
@@ -168,7 +169,7 @@ class Step:
 
     def _trace(self) -> None:
         model, optimizer = self._model, self._model.optimizer
-        config = private_keras.optimizer_config(optimizer)
+        config = optimizer_config(optimizer)
         specs = batches.with_rows(self._batch, self._traced_rows)
         leaves = batches.leaves(specs)
         # A few numbers; what is first made in a graph is gone with it.

@@ -18,7 +18,6 @@ import keras
 import numpy as np
 
 from kmem import precision
-from kmem.base import private_keras
 from kmem.base.checks import must_be
 from kmem.base.sizes import format_size
 from kmem.multilevel import updates
@@ -27,6 +26,7 @@ from kmem.multilevel.level import Level
 from kmem.multilevel.workers import num_replicas
 from kmem.sharding.variables import ShardedVariable
 from kmem.step import batches
+from kmem.step.capture import optimizer_config
 
 Edges = frozenset[tuple[int, int]]
 # For each path that a gradient comes along, from the level whose loss it is of
@@ -271,7 +271,7 @@ def _fresh(level: Level) -> list[tuple[Any, Any]]:
     entries are equal, so that no graph has to hold them.
     """
     optimizer = getattr(level.optimizer, "inner_optimizer", level.optimizer)
-    config = private_keras.optimizer_config(optimizer)
+    config = optimizer_config(optimizer)
     new = type(optimizer).from_config(config)
     new.build(level.variables)
     pairs = zip(optimizer.variables, new.variables, strict=True)

@@ -29,6 +29,7 @@ from kmem.sharding.engine import Engine
 from kmem.sharding.engine import engine
 from kmem.sharding.variables import ShardedVariable
 from kmem.step.accumulation import build_optimizer
+from kmem.step.capture import optimizer_config
 from kmem.step.capture import optimizers
 
 # The files of this module. A checkpoint's folder may have others.
@@ -288,7 +289,7 @@ def _slots(optimizer, weights: list) -> list[keras.Variable]:
     """An optimizer's variables; of one that is not built, some like them."""
     if optimizer.built:
         return optimizer.variables
-    config = private_keras.optimizer_config(optimizer)
+    config = optimizer_config(optimizer)
     # Where they have no memory.
     with tf.Graph().as_default():
         alike = []

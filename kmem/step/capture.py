@@ -268,6 +268,19 @@ def optimizers(model) -> Iterator[keras.optimizers.Optimizer]:
             yield each
 
 
+def optimizer_config(optimizer) -> dict[str, Any]:
+    """What another optimizer like this one is made from. A schedule stays: one
+    of a user's own may have no configuration."""
+    held: Any = getattr(optimizer, "inner_optimizer", optimizer)
+    rate = getattr(held, private_keras.LEARNING_RATE)
+    with patching.attribute(held, private_keras.LEARNING_RATE, None):
+        config = optimizer.get_config()
+    is_number = isinstance(rate, keras.Variable)
+    own = config if held is optimizer else config["inner_optimizer"]["config"]
+    own["learning_rate"] = float(rate.numpy()) if is_number else rate
+    return config
+
+
 def scales_later(model) -> bool:
     """Whether an optimizer scales losses otherwise once it has its variables:
     a step that makes them is to be traced again, as in Keras."""

@@ -80,8 +80,8 @@ def scaled(
         elif isinstance(layer, keras.layers.Normalization):
             # One that is not adapted yet has no numbers.
             with contextlib.suppress(TypeError, ValueError):
-                spread = np.abs(layer.mean) + np.sqrt(layer.variance)
-                sizes.add(float(np.max(spread)))
+                mean, variance = map(np.array, (layer.mean, layer.variance))
+                sizes.add(float(np.max(np.abs(mean) + np.sqrt(variance))))
     for size in sorted(sizes):
         yield [
             array * tf.cast(size, array.dtype)

@@ -22,6 +22,7 @@ from kmem.graph.ordering import AnyOrder
 from kmem.options import MemoryOptions
 from kmem.step import batches
 from kmem.step.capture import has_default_step
+from kmem.step.capture import optimizer_config
 
 # How many arrays of a variable's size an update takes at most: its gradient,
 # and what Adam computes from it.
@@ -66,7 +67,7 @@ def squares_rows(optimizer) -> bool:
 
     def updated(gradient) -> float:
         variable = keras.Variable([[1.0]], name="row")
-        config = private_keras.optimizer_config(inner)
+        config = optimizer_config(inner)
         config["learning_rate"] = 0.5
         type(inner).from_config(config).apply([gradient], [variable])
         return float(variable.numpy()[0, 0])
