@@ -20,7 +20,6 @@ from keras.src.backend.tensorflow import trainer
 # their mean by the number of replicas.
 # step/test_loss_terms.py, multilevel/test_multilevel_mirrored.py
 from keras.src.losses import loss as loss
-from keras.src.random import seed_generator
 from keras.src.trainers.data_adapters import array_slicing
 
 from kmem.base import patching
@@ -89,10 +88,8 @@ def own_state(layer: keras.layers.Layer) -> list:
 
 
 def global_seeds() -> list[keras.random.SeedGenerator]:
-    """What `keras.random` draws with where it is given none, once it has.
-    dtr/test_dtr_fit.py"""
-    name = seed_generator.GLOBAL_SEED_GENERATOR
-    found = global_state.get_global_attribute(name)
+    """What `keras.random` draws with, once it has. dtr/test_dtr_fit.py"""
+    found = global_state.get_global_attribute("global_seed_generator")
     return [] if found is None else [found]
 
 
@@ -108,11 +105,9 @@ def forget_loss(layer: keras.layers.Layer, loss: Any) -> None:
 
 
 def functional_of(model: keras.Model) -> Any:
-    """The model that has the graph of operations; `None` of a subclassed one.
-
-    A `Sequential` keeps one inside, once it is built.
-    keras_graph/test_opening.py
-    """
+    """The model that has the graph of operations, which a `Sequential` keeps
+    inside once it is built; `None` of a subclassed one.
+    keras_graph/test_opening.py"""
     if isinstance(model, keras.Sequential):
         return model._functional
     return model if hasattr(model, RUN_THROUGH_GRAPH) else None
@@ -179,9 +174,7 @@ def outputs_in_host_memory() -> patching.Context:
 
 def as_array(data: Any) -> Any:
     """What `fit` makes of a DataFrame, or of another library's array.
-
-    fit/test_pipeline.py
-    """
+    fit/test_pipeline.py"""
     return array_slicing.convert_to_sliceable(data, "tensorflow")
 
 
@@ -192,18 +185,12 @@ def begin_at(model: Any, epoch: int | None) -> None:
 
 
 # A tensor's mask. remat/test_remat.py, dtr/test_dtr_blocks.py
-
 MASK = "_keras_mask"
 
 
 def mask_of(tensor: Any) -> Any:
     """The mask that Keras has put on a tensor, or `None`."""
     return getattr(tensor, MASK, None)
-
-
-def set_mask(tensor: Any, mask: Any) -> None:
-    """Puts a mask on a tensor."""
-    setattr(tensor, MASK, mask)
 
 
 # Optimizers.

@@ -88,7 +88,7 @@ class Predictions:
         self.shape = tf.TensorShape([*hidden.shape[:-1], head.num_classes])
         self.dtype = (head.after or [head.layer])[-1].compute_dtype
         self.computed: dict[int, tf.Tensor] | None = None
-        private_keras.set_mask(self, private_keras.mask_of(hidden))
+        setattr(self, private_keras.MASK, private_keras.mask_of(hidden))
 
     def refuse(self, *_, **__):
         """Says that there is nothing to read."""
@@ -247,7 +247,7 @@ class _Reduction:
             valid = tf.not_equal(self.labels, self._ignored)
             valid = tf.reshape(valid, tf.shape(losses))
             counted = tf.where(valid, losses, 0)
-            private_keras.set_mask(counted, valid)
+            setattr(counted, private_keras.MASK, valid)
             return counted
 
         with patching.method(self._loss, "call", call):
@@ -362,5 +362,5 @@ def _hidden(predictions: Predictions) -> tf.Tensor:
     if mask is None:
         return predictions.hidden
     hidden = tf.identity(predictions.hidden)
-    private_keras.set_mask(hidden, mask)
+    setattr(hidden, private_keras.MASK, mask)
     return hidden
