@@ -320,12 +320,12 @@ def _session(model, options: MemoryOptions, arguments):
             model, options, batch, spec, reserved, verbose, reused
         )
     session = BudgetedSession.of(model, options, verbose)
-    session.num_ready = pipeline.num_ready(arguments)
     if batch is not None:
         session.prepare(batch, spec, reserved, reused)
-        if (validation := pipeline.validation_batch(arguments)) is not None:
+        validation = pipeline.validation_batch(arguments)
+        if validation is not None:
             examples = pipeline.first_examples(arguments, count=3)
-            reserved += pipeline.validation_ready_bytes(arguments)
+            reserved += pipeline.ready_bytes(validation)
             session.prepare_validation(validation, examples, reserved)
     return session
 
@@ -381,7 +381,7 @@ def _infer(name, kind, model, method, args, kwargs):
         requirements.check_inference(model, options, bound.arguments)
         verbose = _verbose(bound.arguments)
         inference = BudgetedInference.of(model, options, verbose)
-        with inference.installed(kind, pipeline.num_ready(bound.arguments)):
+        with inference.installed(kind):
             return keras_method(*args, **kwargs)
 
     return in_place_of_keras(model, name, method, infer, args, kwargs)

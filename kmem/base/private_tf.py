@@ -149,17 +149,6 @@ def batch_size_of(dataset: tf.data.Dataset) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def most_batches_of(dataset: tf.data.Dataset) -> int | None:
-    """How many batches a data set has, or the one of those that it is made of
-    that has the most: a part of one that repeats may have one ready that is
-    never used. `None` if that is not known. fit/test_pipeline.py"""
-    count = int(dataset.cardinality())
-    has_parts = getattr(dataset, "_batch_size", None) is None
-    inner = map(most_batches_of, dataset._inputs() if has_parts else [])
-    counts = [-1 if each is None else each for each in (count, *inner)]
-    return max(counts) if min(counts) >= 0 else None
-
-
 def variables_in(graph) -> list[tf.Variable]:
     """What a graph that is being made reads or assigns so far.
     budget/test_no_trace.py"""

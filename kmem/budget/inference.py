@@ -57,8 +57,6 @@ class _Bucket:
     batch: Any
     count: int
     peak_bytes: int | None
-    # What is in memory besides what was when it was chosen.
-    reserved_bytes: int
     # Whether it cannot be split further.
     is_least: bool = False
 
@@ -91,7 +89,6 @@ class BudgetedInference:
         self._budget = budget_bytes(options)
         self._steps = InferenceSteps(model, steps)
         self._buckets: list[_Bucket] = []
-        self._num_ready = pipeline.BATCHES_READY
 
     @classmethod
     def of(
@@ -113,14 +110,8 @@ class BudgetedInference:
         return inference
 
     @contextlib.contextmanager
-    def installed(
-        self, kind: str, num_ready: int = pipeline.BATCHES_READY
-    ) -> Iterator[None]:
-        """Within, the model's function of a kind stays within the budget, with
-        so many batches ready in an input pipeline."""
-        if num_ready > self._num_ready:
-            self._buckets = []
-        self._num_ready = num_ready
+    def installed(self, kind: str) -> Iterator[None]:
+        """Within, the model's function of a kind stays within the budget."""
         name = f"{kind}_function"
         plain = getattr(self.model, name)
         own = self.test if kind == "test" else self.predict
@@ -160,10 +151,7 @@ class BudgetedInference:
             ImpossibleBudget: If nothing fits.
             ValueError: If batches have to be split, and cannot be.
         """
-        bucket = self._covering(kind, batch)
-        # An earlier `fit` may have had fewer batches ready.
-        if bucket is None or bucket.reserved_bytes < reserved_bytes:
-            self._buckets = [x for x in self._buckets if x is not bucket]
+        if self._covering(kind, batch) is None:
             self._choose(kind, batch, examples, reserved_bytes)
             # Callbacks may change what a trace has read.
             self._steps.trace_again()
@@ -175,7 +163,7 @@ class BudgetedInference:
         bucket = self._covering(kind, specs)
         if bucket is None:
             specs = batches.specs_of(batch, examples=True)
-            reserved = pipeline.ready_bytes(specs, self._num_ready)
+            reserved = pipeline.ready_bytes(specs)
             reserved -= pipeline.in_hand_bytes(batch)
             bucket = self._choose(kind, specs, batch, reserved)
         while True:
@@ -232,7 +220,7 @@ class BudgetedInference:
     def _choose(
         self, kind: str, batch: Any, examples: Any, reserved_bytes: int
     ) -> _Bucket:
-        bucket = _Bucket(kind, batch, 1, None, reserved_bytes)
+        bucket = _Bucket(kind, batch, 1, None)
         if memory.is_counted():
             gc.collect()
             others = memory.current() + reserved_bytes

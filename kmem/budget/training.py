@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import math
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
@@ -80,14 +79,12 @@ class BudgetedSession:
     tells what is done.
     """
 
-    # How many batches an input pipeline may have ready.
-    num_ready = pipeline.BATCHES_READY
-
     def __init__(self, model: keras.Model, options: MemoryOptions):
         self.model: Any = model
         self._options = options
         self._group = agreeing.processes(options)
-        self._num_replicas = self.model.distribute_strategy.num_replicas_in_sync
+        strategy = self.model.distribute_strategy
+        self._num_replicas = strategy.num_replicas_in_sync
         self._budget = budget_bytes(options)
         self._received = reports.received_budget(
             options.memory_budget, self._budget
@@ -120,7 +117,7 @@ class BudgetedSession:
         key = options, budget_bytes(options), compiled_state(model)
         earlier = vars(model).get(_SESSIONS, {})
         session = earlier.get(key) or cls(model, options)
-        session._verbose, session.num_ready = verbose, cls.num_ready
+        session._verbose = verbose
         object.__setattr__(model, _SESSIONS, {key: session})
         return session
 
@@ -130,11 +127,7 @@ class BudgetedSession:
         `reserved_bytes`, what the device will hold besides. The search's traces
         may be `reused`."""
         batch = batches.part_of(batch, self._num_replicas)
-        bucket, held = self._covering(batch), -math.inf
-        if bucket is not None:
-            held = bucket.expected_in_use_bytes - bucket.report.in_use_bytes
-        # An earlier `fit` may have had fewer batches ready.
-        if held < reserved_bytes:
+        if self._covering(batch) is None:
             self._spec = spec
             bucket = self._choose(batch, reserved_bytes)
             if not reused:
@@ -147,14 +140,17 @@ class BudgetedSession:
 
     def _inference(self, bucket: Bucket) -> BudgetedInference | None:
         """What evaluates as a bucket trains; nothing in shards or replicas."""
-        options = bucket.session.options
-        if options.sharding is not None or self._num_replicas > 1:
+        session = bucket.session
+        if session.options.sharding is not None or self._num_replicas > 1:
             return None
-        key = dataclasses.replace(options, microbatches=None, remat=None)
+        key = dataclasses.replace(
+            session.options, microbatches=None, remat=None
+        )
         if key not in self._inferences:
-            steps = {"test": bucket.session.test_step}
             self._inferences[key] = BudgetedInference(
-                self.model, self._options, steps, self._event
+                *(self.model, self._options),
+                {"test": session.test_step},
+                self._event,
             )
         return self._inferences[key]
 
@@ -275,17 +271,18 @@ class BudgetedSession:
         room = min(self._budget, memory.capacity())
         with self._whole():
             session, report = choosing.choose(
-                *(self.model, self._options, batch),
+                self.model,
+                self._options,
+                batch,
                 -agreeing.highest(self._group, -room),
-                *(reserved_bytes + self._less, self._verbose),
+                reserved_bytes + self._less,
+                self._verbose,
                 self._spec if self._num_replicas == 1 else None,
             )
         # What was tried and not chosen would count in the first step.
         gc.collect()
         in_use = report.in_use_bytes + reserved_bytes
         bucket = Bucket(batch, session, report, in_use)
-        while (replaced := self._covering(batch)) is not None:
-            self._buckets.remove(replaced)
         self._buckets.append(bucket)
         self._show(bucket, budget_bytes=self._budget)
         if self._verbose:
@@ -308,7 +305,7 @@ class BudgetedSession:
     def _choose_in_training(self, batch) -> Bucket:
         # A pipeline has to make it ready again. A dry run makes one of its
         # own, beside that which is in memory by now.
-        ready = self._in_fit * pipeline.ready_bytes(batch, self.num_ready)
+        ready = pipeline.ready_bytes(batch) * self._in_fit
         specs = batches.specs_of(batch, examples=True)
         return self._choose(specs, ready - self._in_hand)
 
@@ -322,8 +319,10 @@ class BudgetedSession:
         try:
             smaller = self._choose_in_training(bucket.batch)
         except (ValueError, tf.errors.ResourceExhaustedError) as error:
-            reason = reports.NOTHING_LESS
-            raise reports.exhausted(reason, message, self._received) from error
+            raise reports.exhausted(
+                reports.NOTHING_LESS, message, self._received
+            ) from error
+        self._buckets.remove(bucket)
         if smaller.session.options.num_parts > 1:
             seen = bucket.report.layers_that_see_parts
             self._show(smaller, layers_that_see_parts=seen)

@@ -2,11 +2,11 @@
 
 The pipeline holds nothing unless the device is the CPU. How many batches are
 ready tf.data decides as it runs: with the arrays that Keras is given it was
-seen to be three. There are no more than an epoch has: the next one's are not
-made before its first step.
+seen to be three.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import MutableMapping
@@ -145,37 +145,12 @@ def batch_rows(arguments: MutableMapping[str, Any]) -> int | None:
         return batches.num_rows(x.element_spec)
     if isinstance(x, keras.utils.PyDataset):
         return batches.num_rows(_first_of(arguments))
-    total, _ = _examples(arguments)
+    total = batches.num_rows(x)
     if total is None:
         return None
-    steps = arguments.get("steps_per_epoch") or arguments.get("steps")
-    size = -(-total // steps) if steps else _KERAS_BATCH_SIZE
-    return min(arguments.get("batch_size") or size, total)
-
-
-def _examples(arguments: Mapping[str, Any]) -> tuple[Any, Any]:
-    """How many examples of arrays Keras trains on, and how many it splits off
-    to validate on; `None` of what is no array."""
-    total = batches.num_rows(arguments.get("x"))
-    if total is None:
-        return None, None
     share = 1 - (arguments.get("validation_split") or 0)
-    return int(total * share), total - int(total * share)
-
-
-def num_ready(arguments: Mapping[str, Any]) -> int:
-    """How many batches may be ready beside that of a step of `fit`, `evaluate`
-    or `predict`. One that is not taken from arrays is there twice while it is
-    made."""
-    x = arguments.get("x")
-    count: int | None = BATCHES_READY
-    if isinstance(x, tf.data.Dataset):
-        count = private_tf.most_batches_of(x)
-    elif isinstance(x, keras.utils.PyDataset):
-        count = x.num_batches
-    elif rows := batch_rows({**arguments}):
-        count = -(-_examples(arguments)[0] // rows) - 1
-    return BATCHES_READY if count is None else min(BATCHES_READY, count)
+    batch_size = arguments.get("batch_size") or _KERAS_BATCH_SIZE
+    return min(batch_size, int(total * share))
 
 
 def keeps_traces(arguments: Mapping[str, Any]) -> bool:
@@ -193,52 +168,32 @@ def graph_spec(arguments: Mapping[str, Any], batch: Any) -> Any:
     x = arguments.get("x")
     if isinstance(x, tf.data.Dataset):
         return x.element_spec
-    rows, (total, _) = batches.num_rows(batch), _examples(arguments)
-    is_even = rows and total and total % rows == 0
+    rows, total = batches.num_rows(batch), batches.num_rows(x)
+    share = 1 - (arguments.get("validation_split") or 0)
+    is_even = rows and total and int(total * share) % rows == 0
     return batch if is_even else batches.with_rows(batch, None)
 
 
 def validation_batch(arguments: MutableMapping[str, Any]) -> Any:
     """As `fit_batch`, of the batches that are validated on."""
-    given = _validation(arguments)
-    if given is None:
-        return None
-    if arguments.get("validation_data") is None:
-        batch = fit_batch(arguments)
-        return batch and batches.with_rows(batch, batch_rows(given))
-    batch = fit_batch(given)
-    if isinstance(given["x"], _LookedAt):
-        arguments["validation_data"] = given["x"]
-    return batch
-
-
-def _validation(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What `evaluate` is given within `fit`; of what is split off, its spec."""
     data = arguments.get("validation_data")
     size = arguments.get("validation_batch_size")
-    given = {
-        "batch_size": size or arguments.get("batch_size"),
-        "steps": arguments.get("validation_steps"),
-    }
-    if isinstance(data, tuple | list):
-        names = "x", "y", "sample_weight"
-        return given | dict(zip(names, data, strict=False))
+    size = size or arguments.get("batch_size")
+    share = arguments.get("validation_split") or 0
     if data is None:
-        _, count = _examples(arguments)
-        if not (count and arguments.get("validation_split")):
+        batch = fit_batch(arguments) if share else None
+        total = batches.num_rows(arguments.get("x"))
+        if batch is None or total is None:
             return None
-        specs = batches.specs_of(arguments["x"])
-        data = batches.with_rows(specs, count)
-    return given | {"x": data}
-
-
-def validation_ready_bytes(arguments: MutableMapping[str, Any]) -> int:
-    """As `ready_bytes`, of the batches that are validated on."""
-    batch = validation_batch(arguments)
-    given = _validation(arguments)
-    if batch is None or given is None:
-        return 0
-    return ready_bytes(batch, num_ready(given))
+        most = size or _KERAS_BATCH_SIZE
+        return batches.with_rows(batch, min(most, math.ceil(total * share)))
+    given = {"x": data, "batch_size": size}
+    if isinstance(data, tuple | list):
+        given.update(zip(("x", "y", "sample_weight"), data, strict=False))
+        return fit_batch(given)
+    batch = fit_batch(given)
+    arguments["validation_data"] = given["x"]
+    return batch
 
 
 def first_examples(arguments: Mapping[str, Any], count: int) -> Any:
@@ -267,10 +222,9 @@ def first_examples(arguments: Mapping[str, Any], count: int) -> Any:
     return keras.tree.map_structure(taken, data, specs)
 
 
-def held_bytes(arguments: MutableMapping[str, Any], batch) -> int:
-    """What Keras holds for the arguments of `fit`: it copies arrays whole, puts
-    their examples in order, and has a few batches ready, of which one is given.
-    """
+def held_bytes(arguments: Mapping[str, Any], batch) -> int:
+    """What Keras holds for the arguments of `fit`: it copies arrays whole, and
+    has a few batches ready, of which one is given."""
     if tf.config.list_logical_devices("GPU"):
         return 0
     names = ("x", "y", "sample_weight", "validation_data")
@@ -280,13 +234,7 @@ def held_bytes(arguments: MutableMapping[str, Any], batch) -> int:
         for leaf in keras.tree.flatten(arrays)
         if hasattr(leaf, "shape") and not _is_taken(leaf)
     )
-    num_orders = 2 if arguments.get("shuffle", True) else 1
-    order = num_orders * (_examples(arguments)[0] or 0) * tf.int64.size
-    ready = ready_bytes(batch, num_ready(arguments))
-    # An iterator that was not used up stays until the next validation.
-    if arguments.get("validation_steps") and arguments.get("epochs", 1) > 1:
-        ready += validation_ready_bytes(arguments)
-    return copied + order + ready
+    return copied + ready_bytes(batch)
 
 
 def ready_bytes(batch, count: int = BATCHES_READY) -> int:
