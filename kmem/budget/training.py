@@ -374,7 +374,8 @@ class BudgetedSession:
         """After a step: says which layers see one micro-batch at a time."""
         bucket: Any = self._bucket
         session = bucket.session
-        session.warn(of_parts=False)
+        if bucket.num_steps <= 1:
+            session.warn(of_parts=False)
         names = tuple(x.name for x in session.step.layers_that_see_parts)
         if names == bucket.report.layers_that_see_parts:
             return

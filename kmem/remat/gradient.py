@@ -43,8 +43,8 @@ def recompute(
 
     Args:
         fn: A function of tensors, which may be nested in its arguments among
-            anything else, that calls Keras layers. It gets no gradient for
-            tensors that it closes over.
+            anything else, that calls Keras layers. It must not close over
+            tensors that have a gradient: a graph refuses them.
         check: Whether to call `why_not_recomputable` before the first call
             in eager mode. Graphs are looked at as they are made.
         keep_residuals: Whether to keep, in a graph, what is computed from the
@@ -83,7 +83,7 @@ def recompute(
         # Within a forward pass that is not kept there is nothing to leave out.
         if _running.get() == _FIRST:
             return fn(*args, **kwargs)
-        arguments = Structure((args, kwargs))
+        arguments = Structure((args, kwargs), whole=True)
         segment = Segment(fn, arguments, keep_residuals, cpu_offload)
         # As `keras.remat` first runs what it is going to run again.
         segment.repeated = repeated = repeated or private_tf.tapes_are_stopped()

@@ -12,7 +12,6 @@ flow through the assignment.
 
 import contextlib
 import copy
-import dataclasses
 import sys
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -25,10 +24,11 @@ from kmem.base import patching
 from kmem.base import private_keras
 from kmem.base import private_tf
 from kmem.graph import names
+from kmem.remat.structure import NONE
+from kmem.remat.structure import Left
 from kmem.remat.structure import is_differentiable
+from kmem.remat.structure import key_of
 from kmem.remat.structure import untracked
-
-_NONE = object()
 
 
 class CannotRepeat(BaseException):
@@ -36,37 +36,6 @@ class CannotRepeat(BaseException):
 
     Not an `Exception`, to which a layer adds its own words.
     """
-
-
-@dataclasses.dataclass(frozen=True)
-class Left:
-    """What a function leaves besides its results.
-
-    Attributes:
-        losses: The layers that added one, for each.
-        attributes: Layers, what of theirs has tensors by now, and what that
-            was before.
-    """
-
-    losses: list[keras.layers.Layer]
-    attributes: list[tuple[keras.layers.Layer, str, Any]]
-
-    def give(self, values: list) -> None:
-        """Gives layers their losses, and their attributes' values."""
-        count = len(self.losses)
-        for layer, loss in zip(self.losses, values[:count], strict=True):
-            # Not a method that a subclass may have: that was called before.
-            keras.layers.Layer.add_loss(layer, loss)
-        for own, value in zip(self.attributes, values[count:], strict=True):
-            setattr(*own[:2], value)
-
-    def put_back(self) -> None:
-        """Gives layers the attributes that they had before."""
-        for layer, name, before in self.attributes:
-            if before is not _NONE:
-                setattr(layer, name, before)
-            elif hasattr(layer, name):
-                delattr(layer, name)
 
 
 class _Scope(keras.StatelessScope):
@@ -92,14 +61,20 @@ class _Scope(keras.StatelessScope):
         return super().__exit__(*args, **kwargs)
 
     def _set(self, assign, layer, name: str, value) -> None:
-        key, before = (id(layer), name), vars(layer).get(name, _NONE)
+        key, before = (id(layer), name), vars(layer).get(name, NONE)
         assign(layer, name, value)
         self._attributes.pop(key, None)
+        if name not in vars(layer):
+            return  # A property, which sets another one.
         leaves = keras.tree.flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
-        # Those of loops, and constants that are made outside, stay there.
-        here = [getattr(t, "graph", None) is self._graph for t in tensors]
-        if all(here) and any(map(is_differentiable, tensors)):
+        # Those of loops stay there. Constants may be made outside.
+        graphs = [getattr(tensor, "graph", None) for tensor in tensors]
+        own = [
+            t for t, g in zip(tensors, graphs, strict=True) if g is self._graph
+        ]
+        is_here = all(graph in (None, self._graph) for graph in graphs)
+        if is_here and any(map(is_differentiable, own)):
             self._before.setdefault(key, (layer, name, before))
             self._attributes[key] = value
 
@@ -110,15 +85,32 @@ class _Scope(keras.StatelessScope):
         self._layer_of[id(loss)] = sys._getframe(1).f_locals["self"]
 
     def take_left(self, first: Left | None = None) -> tuple[Left, list]:
-        """What layers have now, or the same as in a first run; the values."""
+        """What layers have now, as after a first run; and the values."""
         losses = [self._layer_of[id(loss)] for loss in self.losses]
         for layer, loss in zip(losses, self.losses, strict=True):
             # Else a later tensor with this `id` would pass for the layer's.
             private_keras.forget_loss(layer, loss)
-        attributes = [self._before[key] for key in self._attributes]
-        attributes = first.attributes if first else attributes
-        values = [self._attributes.get((id(a), b)) for a, b, _ in attributes]
-        return Left(losses, attributes), [*self.losses, *values]
+        if first is not None:
+            self._check_again(first, losses)
+        keys = (
+            self._attributes if first is None else map(key_of, first.attributes)
+        )
+        noted = [(self._before[key], self._attributes[key]) for key in keys]
+        left = Left(losses, [before for before, _ in noted])
+        return left, [*self.losses, *(value for _, value in noted)]
+
+    def _check_again(self, first: Left, losses: list) -> None:
+        for own in first.attributes:
+            if key_of(own) not in self._attributes:
+                layer, name, _ = own
+                raise CannotRepeat(
+                    f"sets '{name}' of the layer '{layer.name}' when it runs "
+                    "first, and not when it runs again"
+                )
+        if [*map(id, losses)] != [*map(id, first.losses)]:
+            raise CannotRepeat(
+                "adds losses when it runs first, and others when it runs again"
+            )
 
     def _check_read(self, variable) -> None:
         if names.function_within(self._graph) is not None:

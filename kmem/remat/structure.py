@@ -1,4 +1,4 @@
-"""Takes the tensors out of what a function is given or returns.
+"""Takes the tensors out of what a function is given, returns or leaves.
 
 A tensor's Keras mask is an attribute of the Python object, which operations
 do not hand on: masks are taken out and put back as tensors of their own. So
@@ -6,14 +6,54 @@ are, of what a function returns, other attributes: Keras's cross-entropies look
 there for what a softmax was made from.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from kmem.base import private_keras
 
+# What a layer has not.
+NONE = object()
 _COMPOSITE = (tf.RaggedTensor, tf.SparseTensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """What a function leaves besides its results.
+
+    Attributes:
+        losses: The layers that added one, for each.
+        attributes: Layers, what of theirs has tensors by now, and what that
+            was before.
+    """
+
+    losses: list[keras.layers.Layer]
+    attributes: list[tuple[keras.layers.Layer, str, Any]]
+
+    def give(self, values: list) -> None:
+        """Gives layers their losses, and their attributes' values."""
+        count = len(self.losses)
+        for layer, loss in zip(self.losses, values[:count], strict=True):
+            # Not a method that a subclass may have: that was called before.
+            keras.layers.Layer.add_loss(layer, loss)
+        for own, value in zip(self.attributes, values[count:], strict=True):
+            setattr(*own[:2], value)
+
+    def put_back(self) -> None:
+        """Gives layers the attributes that they had before."""
+        for layer, name, before in self.attributes:
+            if before is not NONE:
+                setattr(layer, name, before)
+            elif name in vars(layer):
+                delattr(layer, name)
+
+
+def key_of(attribute: tuple) -> tuple[int, str]:
+    layer, name, *_ = attribute
+    return id(layer), name
 
 
 class Structure:

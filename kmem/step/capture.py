@@ -273,11 +273,12 @@ def optimizer_config(optimizer) -> dict[str, Any]:
     of a user's own may have no configuration."""
     held: Any = getattr(optimizer, "inner_optimizer", optimizer)
     rate = getattr(held, private_keras.LEARNING_RATE)
+    if isinstance(rate, keras.Variable):
+        return optimizer.get_config()
     with patching.attribute(held, private_keras.LEARNING_RATE, None):
         config = optimizer.get_config()
-    is_number = isinstance(rate, keras.Variable)
     own = config if held is optimizer else config["inner_optimizer"]["config"]
-    own["learning_rate"] = float(rate.numpy()) if is_number else rate
+    own["learning_rate"] = rate
     return config
 
 

@@ -136,8 +136,12 @@ def may_mix(model) -> bool:
         _is_foreign(type(each))
         or isinstance(each, keras.layers.Lambda)
         or not isinstance(each, keras.layers.Layer)
-        # An activation of one's own, say.
-        or any(callable(v) and _is_foreign(v) for v in vars(each).values())
+        # An activation of one's own, say. A model has its losses.
+        or any(
+            callable(value) and _is_foreign(value)
+            for value in vars(each).values()
+            if not isinstance(each, keras.Model)
+        )
         or any(_may_be_of_examples(getattr(each, name, ())) for name in _AXES)
         for layer in private_keras.all_layers(model)
         for each in (layer, *getattr(layer, "operations", ()))

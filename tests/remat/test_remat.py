@@ -800,9 +800,18 @@ class Remembers(layers.Layer):
                 self.constant = tf.ones(4)
         self.last = y[0, 0]
         self.last = None
+        self.both = [y * self.constant, self.constant]
         self.looped = [None]
         tf.while_loop(lambda i, _: i < 2, self.add, (0, y))
         return y + self.constant
+
+    @property
+    def both(self):
+        return self.kept
+
+    @both.setter
+    def both(self, value):
+        self.kept = value
 
     def add(self, i, y):
         self.looped = [y, i]
@@ -825,6 +834,7 @@ def test_tensors_that_layers_leave_on_themselves_have_a_gradient(mode, nested):
                 y = wrap(lambda x: dense(inner(x)))(x)
                 (scores, _), first = block.dense.scores["all"], block.first
                 loss = loss_of(y) + loss_of(scores) + loss_of(first)
+                loss += loss_of(block.both[0])
             weights = block.trainable_weights + dense.trainable_weights
             gradients = tape.gradient(loss, weights)
             assert block.dense.scores["all"][0] is scores
@@ -853,3 +863,22 @@ def test_a_tensor_that_is_no_argument_and_has_a_gradient_is_refused():
     step(x, tf.stop_gradient)
     with pytest.raises(ValueError, match="no argument, and has a gradient"):
         step(x, tf.identity)
+
+
+def test_what_is_left_on_a_layer_when_it_runs_first_alone_is_refused():
+    class Once(layers.Dense):
+        scores = None
+
+        def call(self, x):
+            y = super().call(x)
+            if not hasattr(self, "count"):
+                self.count = 1
+                self.scores = y
+            return y
+
+    layer = Once(4)
+    layer.build((None, 4))
+    with tf.GradientTape() as tape:
+        y = remat.recompute(layer, check=False)(tf.ones((2, 4)))
+    with pytest.raises(ValueError, match="sets 'scores' of the layer 'once'"):
+        tape.gradient(y, layer.kernel.value)
