@@ -77,6 +77,8 @@ class State:
         else:
             values = ((v, v.numpy()) for v in variables)
         self._values = list(values)
+        # Of variables that the step makes, what they begin with.
+        self._made: list[tuple[tf.Variable, np.ndarray]] = []
         self._metrics = metrics
         self._draws = private_tf.state_of_draws()
 
@@ -90,7 +92,7 @@ class State:
         an optimizer's, which may be assigned before the step fails."""
         variable = make(**arguments)
         if tf.executing_eagerly() and not tf.distribute.has_strategy():
-            self._values.append((variable, variable.numpy()))
+            self._made.append((variable, variable.numpy()))
         return variable
 
     def restore(self) -> None:
@@ -105,8 +107,11 @@ class State:
         self._restore()
 
     def _restore(self) -> None:
-        identities = {id(variable) for variable, _ in self._values}
-        for variable, value in self._values:
+        # Some are empty by now: shards have taken their place.
+        made = [(v, x) for v, x in self._made if v.numpy().shape == x.shape]
+        values = [*self._values, *made]
+        identities = {id(variable) for variable, _ in values}
+        for variable, value in values:
             try:
                 # Not the array itself: a variable may take over its memory,
                 # which is not the device's.
