@@ -223,8 +223,7 @@ class Segment:
         if effects := purity.effects(made):
             reason = f"contains {', '.join(effects)}"
             raise purity.not_recomputable(self._fn, reason)
-        known = [*given, *(value for _, value in run.entry)]
-        if purity.reads_others(made, known):
+        if purity.reads_others(made, given):
             reason = "reads a tensor that is no argument, and has a gradient"
             raise purity.not_recomputable(self._fn, reason)
         if self.is_compared:

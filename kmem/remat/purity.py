@@ -23,6 +23,10 @@ _HARMLESS = tuple(
 )
 
 
+# Through which none flows to what they read.
+_WITHOUT_GRADIENT = frozenset({"StopGradient", "OnesLike", "ZerosLike"})
+
+
 class NotRecomputable(ValueError):
     """A function that cannot run twice with the same results."""
 
@@ -47,16 +51,18 @@ def effects(operations: Iterable[tf.Operation]) -> list[str]:
     return sorted(descriptions)
 
 
-def reads_others(operations: list[tf.Operation], known: list) -> bool:
-    """Whether they read tensors, other than the known, that were computed
-    before and have a gradient."""
-    made, given = set(map(id, operations)), set(map(id, known))
+def reads_others(operations: list[tf.Operation], given: list) -> bool:
+    """Whether they compute with tensors, other than those given, that were
+    computed before and have a gradient."""
+    made, known = set(map(id, operations)), set(map(id, given))
     others = [
         tensor
         for op in operations
+        if op.type not in _WITHOUT_GRADIENT
+        and any(map(is_differentiable, op.outputs))
         for tensor in op.inputs
         if id(tensor.op) not in made
-        and id(tensor) not in given
+        and id(tensor) not in known
         and is_differentiable(tensor)
     ]
     return private_tf.record.should_record_backprop(others)

@@ -271,6 +271,12 @@ def test_a_step_in_tiles_needs_the_bytes_that_the_plan_says():
     assert drawn - IMAGE_BYTES / 2 < peak - held < 1.05 * drawn
 
 
+def test_tiles_within_a_segment_give_the_same_numbers():
+    plan, _ = in_tiles(4)
+    around = dataclasses.replace(plan, segments=(Segment(0, 5, plan.segments),))
+    check_same(trained(remat=around)[0], trained()[0])
+
+
 def test_each_tile_runs_each_layer_twice():
     plan, _ = in_tiles(4)
     graph = expressions.ran(made(), X, Y, remat=plan)
