@@ -43,8 +43,8 @@ def recompute(
 
     Args:
         fn: A function of tensors, which may be nested in its arguments among
-            anything else, that calls Keras layers. It must not close over
-            tensors that have a gradient: a graph refuses them.
+            anything else, that calls Keras layers. It gets no gradient for
+            tensors that it closes over.
         check: Whether to call `why_not_recomputable` before the first call
             in eager mode. Graphs are looked at as they are made.
         keep_residuals: Whether to keep, in a graph, what is computed from the
@@ -222,9 +222,6 @@ class Segment:
         made = names.operations()[before:]
         if effects := purity.effects(made):
             reason = f"contains {', '.join(effects)}"
-            raise purity.not_recomputable(self._fn, reason)
-        if purity.reads_others(made, given):
-            reason = "reads a tensor that is no argument, and has a gradient"
             raise purity.not_recomputable(self._fn, reason)
         if self.is_compared:
             self._first, self._given = made, given

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from kmem.base import private_tf
-from kmem.remat.structure import is_differentiable
 
 # Stateful for TensorFlow, since they must not be merged or left out, but a
 # second run of them is harmless: reads, messages, and collectives, which all
@@ -21,10 +20,6 @@ _HARMLESS = tuple(
     "Assert Collective CudnnRNN Nccl LookupTableFind LookupTableSize Print "
     "ReadVariableOp ResourceGather Timestamp VariableShape".split()
 )
-
-
-# Through which none flows to what they read.
-_WITHOUT_GRADIENT = frozenset({"StopGradient", "OnesLike", "ZerosLike"})
 
 
 class NotRecomputable(ValueError):
@@ -49,23 +44,6 @@ def effects(operations: Iterable[tf.Operation]) -> list[str]:
         and not op.type.startswith(_HARMLESS)
     }
     return sorted(descriptions)
-
-
-def reads_others(operations: list[tf.Operation], given: list) -> bool:
-    """Whether they compute with tensors, other than those given, that were
-    computed before and have a gradient."""
-    made, known = set(map(id, operations)), set(map(id, given))
-    others = [
-        tensor
-        for op in operations
-        if op.type not in _WITHOUT_GRADIENT
-        and any(map(is_differentiable, op.outputs))
-        for tensor in op.inputs
-        if id(tensor.op) not in made
-        and id(tensor) not in known
-        and is_differentiable(tensor)
-    ]
-    return private_tf.record.should_record_backprop(others)
 
 
 def may_refuse(operations: Iterable[tf.Operation]) -> bool:

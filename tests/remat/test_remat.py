@@ -847,24 +847,6 @@ def test_tensors_that_layers_leave_on_themselves_have_a_gradient(mode, nested):
     assert_same(found(remat.recompute), found(plain), mode)
 
 
-def test_a_tensor_that_is_no_argument_and_has_a_gradient_is_refused():
-    first, second = layers.Dense(4), layers.Dense(4)
-    for layer in (first, second):
-        layer.build((None, 4))
-
-    def step(x, keep):
-        with tf.GradientTape() as tape:
-            other = keep(first(x))
-            y = remat.recompute(lambda x: second(x) * other)(x)
-        return tape.gradient(y, second.kernel.value)
-
-    x = tf.ones((2, 4))
-    step = in_mode(step, "graph")
-    step(x, tf.stop_gradient)
-    with pytest.raises(ValueError, match="no argument, and has a gradient"):
-        step(x, tf.identity)
-
-
 def test_what_is_left_on_a_layer_when_it_runs_first_alone_is_refused():
     class Once(layers.Dense):
         scores = None
