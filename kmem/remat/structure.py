@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from kmem.base import private_keras
 
-# What a layer has not.
+# In the place of a value, where a layer had no such attribute.
 NONE = object()
 _COMPOSITE = (tf.RaggedTensor, tf.SparseTensor)
 
@@ -52,6 +52,7 @@ class Left:
 
 
 def key_of(attribute: tuple) -> tuple[int, str]:
+    """What an attribute of `Left` is found by."""
     layer, name, *_ = attribute
     return id(layer), name
 

@@ -109,12 +109,9 @@ def names(model, loss: Loss, take_step: Callable, specs) -> list[str]:
     # What differs by itself in training rests, or all if that tells nothing.
     resting = list(filter(private_keras.own_state, layers)), layers
     told = _Told.FAILED
-    vocabularies = list(examples.vocabularies(layers, batches.leaves(specs)))
-    for at_rest in resting:
-        for vocabulary in vocabularies:
-            told = _tell(model, loss, take_step, specs, at_rest, vocabulary)
-            if told is not _Told.FAILED:
-                break
+    vocabularies = examples.vocabularies(layers, batches.leaves(specs))
+    for at_rest, vocabulary in itertools.product(resting, vocabularies):
+        told = _tell(model, loss, take_step, specs, at_rest, vocabulary)
         if told is not _Told.FAILED:
             break
     if told is _Told.FAILED:

@@ -22,6 +22,11 @@ from kmem.graph import ordering
 from kmem.graph import releasing
 from kmem.step import batches
 
+_OF_EQUAL_ROWS = (
+    "A batch can be split only if all of its tensors have the same number of "
+    "rows."
+)
+
 
 class Parts:
     """The parts of a batch.
@@ -182,12 +187,6 @@ def _added_in_order(
         if order is not None:
             order.finish([addition.op], [addition.op])
     return sums[::-1]
-
-
-_OF_EQUAL_ROWS = (
-    "A batch can be split only if all of its tensors have the same number of "
-    "rows."
-)
 
 
 def slice_rows(data: Any, start, size) -> Any:
